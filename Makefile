@@ -1,0 +1,75 @@
+# Two commands matter: `make demo` runs the main job, `make test` proves it. Everything they need is set up inside them and
+# cached outside the checkout (XDG_CACHE_HOME), keyed by its inputs. Root is needed: namespaces, mounts, cgroups, CRIU.
+
+SHELL := /bin/bash
+.SHELLFLAGS := -euo pipefail -c
+.DEFAULT_GOAL := help
+.DELETE_ON_ERROR:
+
+CACHE := $(or $(XDG_CACHE_HOME),$(HOME)/.cache)/vllmsnapshot
+PYTHON ?= python3
+VENV := $(CACHE)/venv-$(shell { cat requirements.lock; $(PYTHON) -V; } 2>/dev/null | sha256sum | cut -c1-12)
+PY := $(VENV)/bin/python
+export PYTHONPATH := $(CURDIR)/operator:$(CURDIR)/child:$(CURDIR)
+export PYTHONDONTWRITEBYTECODE := 1
+# A folder of wheels (torch's CPU build is not on PyPI); an existing setting wins. See docs/local-cluster.md.
+export VLLMSNAPSHOT_WHEELS ?= $(wildcard $(CURDIR)/../shared/wheels)
+NAME ?= dev
+CLUSTER ?= local
+
+.PHONY: help
+help: ## Show this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | sed 's/:.*## /\t/' | sort | column -ts $$'\t'
+
+$(VENV)/.complete:
+	@tests/setup-venv.sh "$(PYTHON)" "$(VENV)"
+
+.PHONY: venv
+venv: $(VENV)/.complete ## Create the Python environment of the pinned requirements
+
+.PHONY: prepare
+prepare: venv ## Build everything that is cached: binaries, images, model
+	@$(PY) -m tests.cluster prepare
+
+.PHONY: demo
+demo: venv ## Run the main job on a local cluster: apply, capture, scale to 3, crash, recover (KEEP=1 leaves the cluster up)
+	@$(PY) -m tests.demo --cluster $(CLUSTER) $(if $(KEEP),--keep)
+
+.PHONY: up down status kubectl
+up: venv ## Start the local cluster
+	@$(PY) -m tests.cluster up --name $(NAME)
+down: venv ## Stop it and remove every trace
+	@$(PY) -m tests.cluster down --name $(NAME)
+status: venv ## Tell whether it is up
+	@$(PY) -m tests.cluster status --name $(NAME)
+kubectl: venv ## kubectl in it: make kubectl ARGS="get vsnap"
+	@$(PY) -m tests.cluster --name $(NAME) kubectl $(ARGS)
+
+.PHONY: lint
+lint: venv ## ruff, mypy --strict, import layers, shell scripts
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+	$(VENV)/bin/mypy
+	$(VENV)/bin/lint-imports
+
+.PHONY: generate
+generate: venv ## Regenerate the CRDs, the chart's copy and the plain manifests
+	$(PY) -m vllmsnapshot.api.crd deploy/crds
+	$(PY) -m tests.generate
+
+.PHONY: test test-unit test-controlplane test-node test-e2e
+test: lint prepare ## Everything: lint, unit, controlplane, node (real CRIU), e2e (real vLLM)
+	$(PY) -m pytest tests $(PYTEST_ARGS)
+test-unit: venv ## Quick tests without a cluster
+	$(PY) -m pytest tests/unit $(PYTEST_ARGS)
+test-controlplane: venv ## Operator and API against a real kube-apiserver
+	$(PY) -m pytest tests/controlplane $(PYTEST_ARGS)
+test-node: venv ## Real containers and CRIU with a small engine
+	$(PY) -m pytest tests/node $(PYTEST_ARGS)
+test-e2e: venv ## The whole system with real vLLM
+	$(PY) -m pytest tests/e2e $(PYTEST_ARGS)
+
+.PHONY: format
+format: venv ## Format the code
+	$(VENV)/bin/ruff check --fix .
+	$(VENV)/bin/ruff format .
