@@ -1,0 +1,1 @@
+"""The Kubernetes API of VLLMSnapshot: models, constants and the generation of the CRDs."""

@@ -1,0 +1,138 @@
+"""Every name that operator, agent, child, chart and tests share: groups, labels, annotations, conditions, reasons, env."""
+
+from __future__ import annotations
+
+from typing import Final
+
+GROUP: Final = "vllmsnapshot.io"
+VERSION: Final = "v1alpha1"
+API_VERSION: Final = f"{GROUP}/{VERSION}"
+
+# --- labels (selectable, short) --------------------------------------------------------------------------------------
+LABEL_SNAPSHOT: Final = f"{GROUP}/snapshot"
+"""Name of the VLLMSnapshot. With LABEL_ROLE it is the selector of the Service and of the scale subresource."""
+LABEL_SNAPSHOT_UID: Final = f"{GROUP}/snapshot-uid"
+"""UID of the VLLMSnapshot: a recreated one of the same name owns nothing of its predecessor."""
+LABEL_ROLE: Final = f"{GROUP}/role"
+ROLE_REPLICA: Final = "replica"
+LABEL_REVISION: Final = f"{GROUP}/revision"
+"""Hash of the pod template; a change rolls the pods."""
+LABEL_IDENTITY: Final = f"{GROUP}/identity"
+"""Key of the artifact: hash of all that shapes the process image (see controller/pods.py). Not the port, not the pod's place."""
+LABEL_NODE: Final = f"{GROUP}/node"
+"""Node of a VLLMSnapshotContent, for the agents' selector (hashed where the node name does not fit a label)."""
+LABEL_START_MODE: Final = f"{GROUP}/start-mode"
+"""How the replica came up: START_COLD or START_RESTORE. Written by the agent."""
+LABEL_MANAGED_BY: Final = "app.kubernetes.io/managed-by"
+MANAGED_BY: Final = "vllmsnapshot"
+LABEL_COMPONENT: Final = "app.kubernetes.io/component"
+COMPONENT_AGENT: Final = "agent"
+COMPONENT_OPERATOR: Final = "operator"
+
+START_COLD: Final = "cold"
+START_RESTORE: Final = "restore"
+
+# --- annotations -----------------------------------------------------------------------------------------------------
+ANNOTATION_PORT: Final = f"{GROUP}/port"
+"""The port that the operator assigned to this pod; the agent writes it into the release marker."""
+ANNOTATION_SETTINGS: Final = f"{GROUP}/settings"
+"""JSON of api.types.PodSettings: the policy of the snapshot as the agent needs it, frozen at pod creation."""
+ANNOTATION_REPORT: Final = f"{GROUP}/report"
+"""JSON of api.types.PodReport: what the agent saw and did in this pod."""
+
+# --- finalizers, field managers --------------------------------------------------------------------------------------
+FINALIZER_SNAPSHOT: Final = f"{GROUP}/contents"
+"""On a VLLMSnapshot, held by the operator until its contents are deleted or retained (cluster-scoped objects cannot have a
+namespaced owner, so the garbage collector does not do it)."""
+FINALIZER_CONTENT: Final = f"{GROUP}/artifact"
+"""On a VLLMSnapshotContent, held by the agent of its node until the files are gone."""
+MANAGER_OPERATOR: Final = "vllmsnapshot-operator"
+MANAGER_OPERATOR_UNATTENDED: Final = "vllmsnapshot-operator-unattended"
+MANAGER_AGENT: Final = "vllmsnapshot-agent"
+
+# --- pod -------------------------------------------------------------------------------------------------------------
+CONTAINER: Final = "engine"
+CONTROL_VOLUME: Final = "vllmsnapshot-control"
+SCRATCH_VOLUME: Final = "vllmsnapshot-scratch"
+SHM_VOLUME: Final = "vllmsnapshot-shm"
+PORT_NAME: Final = "http"
+CONDITION_VERIFIED: Final = f"{GROUP}/Verified"
+"""Readiness gate: the replica's answer after it came up equals the recorded one."""
+
+ENV_PORT: Final = "VLLMSNAPSHOT_PORT"
+ENV_HOST: Final = "VLLMSNAPSHOT_HOST"
+ENV_MODEL: Final = "VLLMSNAPSHOT_MODEL"
+ENV_REVISION: Final = "VLLMSNAPSHOT_REVISION"
+ENV_RESERVED_PREFIX: Final = "VLLMSNAPSHOT_"
+
+# --- conditions ------------------------------------------------------------------------------------------------------
+READY: Final = "Ready"
+SNAPSHOT_READY: Final = "SnapshotReady"
+PROGRESSING: Final = "Progressing"
+DEGRADED: Final = "Degraded"
+STALE: Final = "Stale"
+CAPTURED: Final = "Captured"
+FAILED: Final = "Failed"
+QUARANTINED: Final = "Quarantined"
+
+
+class Reason:
+    """Reasons of conditions, events and start decisions. Part of the API: listed in docs, never reworded."""
+
+    # why a replica started as it did (PodReport.reason, Start.reason)
+    RESTORED: Final = "Restored"
+    NO_ARTIFACT: Final = "NoArtifact"
+    CAPTURE_IN_PROGRESS: Final = "CaptureInProgress"
+    RESTORE_DISABLED: Final = "RestoreDisabled"
+    RESTORE_REQUIRED: Final = "RestoreRequired"
+    IDENTITY_MISMATCH: Final = "IdentityMismatch"
+    ARTIFACT_QUARANTINED: Final = "ArtifactQuarantined"
+    ARTIFACT_MISSING: Final = "ArtifactMissing"
+    ARTIFACT_CORRUPT: Final = "ArtifactCorrupt"
+    NODE_NOT_CAPABLE: Final = "NodeNotCapable"
+    INSUFFICIENT_MEMORY: Final = "InsufficientMemory"
+    INSUFFICIENT_DISK: Final = "InsufficientDisk"
+    RESTORE_FAILED: Final = "RestoreFailed"
+    RESTORE_TIMEOUT: Final = "RestoreTimeout"
+    RESTORE_DIED: Final = "RestoreDied"
+    FAILURE_BUDGET_SPENT: Final = "FailureBudgetSpent"
+    PROTOCOL_VERSION: Final = "ProtocolVersion"
+    UNATTENDED: Final = "Unattended"
+    AGENT_RESTARTED: Final = "AgentRestarted"
+
+    # why a replica is not (yet) verified
+    STARTING: Final = "Starting"
+    CANARY_MISMATCH: Final = "CanaryMismatch"
+    ENGINE_FAILED: Final = "EngineFailed"
+    VERIFIED: Final = "Verified"
+
+    # capture
+    CAPTURED: Final = "Captured"
+    CAPTURING: Final = "Capturing"
+    WAITING_FOR_BARRIER: Final = "WaitingForBarrier"
+    SOURCE_GONE: Final = "SourceGone"
+    SOURCE_RELEASED: Final = "SourceAlreadyReleased"
+    PREFLIGHT_INET_SOCKET: Final = "InetSocketLeft"
+    PREFLIGHT_IO_URING: Final = "IoUringInUse"
+    PREFLIGHT_SESSION: Final = "ProcessOutsideSession"
+    PREFLIGHT_SIZE: Final = "ArtifactTooLarge"
+    DUMP_FAILED: Final = "DumpFailed"
+    CAPTURE_TIMEOUT: Final = "CaptureTimeout"
+    STORE_FAILED: Final = "StoreFailed"
+
+    # snapshot
+    ALL_REPLICAS_READY: Final = "AllReplicasReady"
+    REPLICAS_NOT_READY: Final = "ReplicasNotReady"
+    SCALED_TO_ZERO: Final = "ScaledToZero"
+    WAITING_FOR_SNAPSHOT: Final = "WaitingForSnapshot"
+    ROLLING_UPDATE: Final = "RollingUpdate"
+    STABLE: Final = "Stable"
+    CAPTURE_DISABLED: Final = "CaptureDisabled"
+    CAPTURE_FAILED: Final = "CaptureFailed"
+    NO_PORT_LEFT: Final = "NoPortLeft"
+    NAME_CONFLICT: Final = "NameConflict"
+    POD_UNSCHEDULABLE: Final = "PodUnschedulable"
+    POD_REJECTED: Final = "PodRejected"
+    INVALID_SPEC: Final = "InvalidSpec"
+    AS_EXPECTED: Final = "AsExpected"
+    ENVIRONMENT_CHANGED: Final = "EnvironmentChanged"

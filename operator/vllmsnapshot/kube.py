@@ -1,0 +1,340 @@
+"""The one place that talks to the API server: a thin layer over the official asyncio client, on plain JSON objects.
+
+Why not the generated classes: custom resources have none, and two shapes of the same object (models and dicts) breed
+conversion bugs. The client's own part is kept: configuration, credentials and their refresh, TLS, connection pool.
+
+Every write names its field manager. Errors are one type, `ApiError`; "not found" on read and delete is a value, not an error.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import AsyncIterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+from urllib.parse import quote, urlencode
+
+import aiohttp
+from kubernetes.aio import config as kube_config
+from kubernetes.aio.client.api_client import ApiClient
+from kubernetes.aio.client.configuration import Configuration
+
+from .api import constants as c
+
+Object = dict[str, Any]
+
+REQUEST_TIMEOUT_S = 30.0
+"""Limit of one request (seconds); longer than the API server's own 15 s webhook limit, shorter than our resync."""
+WATCH_TIMEOUT_S = 290
+"""The server ends a watch after this time, so that a silently dead connection is noticed in bounded time."""
+PAGE_SIZE = 500
+
+
+@dataclass(frozen=True)
+class Resource:
+    """A kind as a path: `group` is empty for core/v1."""
+
+    group: str
+    version: str
+    plural: str
+    kind: str
+    namespaced: bool = True
+
+    @property
+    def api_version(self) -> str:
+        """`group/version`, or `version` for the core group."""
+        return f"{self.group}/{self.version}" if self.group else self.version
+
+    def path(self, namespace: str | None = None, name: str | None = None, subresource: str | None = None) -> str:
+        """The URL path of the collection, the object or its subresource."""
+        parts = ["/apis", self.group, self.version] if self.group else ["/api", self.version]
+        if self.namespaced and namespace is not None:
+            parts += ["namespaces", quote(namespace, safe="")]
+        parts.append(self.plural)
+        if name is not None:
+            parts.append(quote(name, safe=""))
+        if subresource is not None:
+            parts.append(subresource)
+        return "/".join(parts)
+
+
+PODS = Resource("", "v1", "pods", "Pod")
+SERVICES = Resource("", "v1", "services", "Service")
+NODES = Resource("", "v1", "nodes", "Node", namespaced=False)
+EVENTS = Resource("events.k8s.io", "v1", "events", "Event")
+SNAPSHOTS = Resource(c.GROUP, c.VERSION, "vllmsnapshots", "VLLMSnapshot")
+CONTENTS = Resource(c.GROUP, c.VERSION, "vllmsnapshotcontents", "VLLMSnapshotContent", namespaced=False)
+SNAPSHOT_NODES = Resource(c.GROUP, c.VERSION, "vllmsnapshotnodes", "VLLMSnapshotNode", namespaced=False)
+
+
+class ApiError(Exception):
+    """The API server refused or could not be reached (`status` 0). `reason` and `message` are those of its Status object."""
+
+    def __init__(self, status: int, reason: str, message: str, retry_after_s: float | None = None) -> None:
+        super().__init__(f"{status} {reason}: {message}")
+        self.status = status
+        self.reason = reason
+        self.message = message
+        self.retry_after_s = retry_after_s
+
+    @property
+    def conflict(self) -> bool:
+        """The object changed, exists already or has another UID: read again and decide again."""
+        return self.status == 409
+
+    @property
+    def gone(self) -> bool:
+        """The resource version of a watch or of a list page is too old: list again."""
+        return self.status == 410
+
+    @property
+    def refused(self) -> bool:
+        """The request itself is wrong for the server (invalid, forbidden, quota): repeating it at once does not help."""
+        return self.status in (400, 403, 422)
+
+
+@dataclass(frozen=True)
+class WatchEvent:
+    """A change, or with `type` SYNC the complete list at one moment (after every (re)connection)."""
+
+    type: str
+    object: Object
+    items: tuple[Object, ...] = ()
+
+
+class Kube:
+    """An API client. Use as an async context manager, or call `close`."""
+
+    def __init__(self, client: ApiClient) -> None:
+        self._client = client
+
+    @classmethod
+    async def connect(cls, kubeconfig: str | None = None, context: str | None = None) -> Kube:
+        """From a kubeconfig file where one is given (or found by $KUBECONFIG), else from the pod's service account."""
+        configuration = Configuration()
+        if kubeconfig is None:
+            try:
+                kube_config.load_incluster_config(client_configuration=configuration)
+                return cls(ApiClient(configuration))
+            except kube_config.ConfigException:
+                pass
+        await kube_config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=configuration)
+        return cls(ApiClient(configuration))
+
+    async def close(self) -> None:
+        """Close the connections."""
+        await self._client.close()
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(self, *exc: object) -> None:
+        await self.close()
+
+    # --- requests ----------------------------------------------------------------------------------------------------
+
+    async def request(
+        self,
+        method: str,
+        path: str,
+        *,
+        query: Mapping[str, Any] | None = None,
+        body: Any = None,
+        content_type: str = "application/json",
+        timeout_s: float = REQUEST_TIMEOUT_S,
+    ) -> Object:
+        """One request, one JSON answer. Raises ApiError for every status from 400 on and for every transport error."""
+        response = await self._send(method, path, query, body, content_type, aiohttp.ClientTimeout(total=timeout_s))
+        try:
+            raw = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+            raise ApiError(0, "TransportError", f"{method} {path}: {type(e).__name__}: {e}") from e
+        result = json.loads(raw) if raw else {}
+        return result if isinstance(result, dict) else {"items": result}
+
+    async def _send(
+        self, method: str, path: str, query: Mapping[str, Any] | None, body: Any, content_type: str, timeout: aiohttp.ClientTimeout
+    ) -> aiohttp.ClientResponse:
+        url = self._client.configuration.host + path
+        params = {k: v for k, v in (query or {}).items() if v is not None}
+        if params:
+            url += "?" + urlencode(params)
+        headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "vllmsnapshot"}
+        try:
+            # Refreshes the service account's token, which expires within the hour.
+            await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
+            answer = await self._client.rest_client.request(method, url, headers=headers, body=body, _request_timeout=timeout)
+            response: aiohttp.ClientResponse = answer.response
+            if response.status < 400:
+                return response
+            raw = await response.read()
+        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+            raise ApiError(0, "TransportError", f"{method} {path}: {type(e).__name__}: {e}") from e
+        raise _error(response.status, raw, response.headers.get("Retry-After"))
+
+    async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:
+        """The object, or None if there is none of that name."""
+        try:
+            return await self.request("GET", resource.path(namespace, name))
+        except ApiError as e:
+            if e.status == 404:
+                return None
+            raise
+
+    async def list(
+        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
+    ) -> list[Object]:
+        """All objects, live from etcd (not from the watch cache: a stale list has made operators act twice)."""
+        items, _ = await self.list_with_version(resource, namespace, labels=labels, fields=fields)
+        return items
+
+    async def list_with_version(
+        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
+    ) -> tuple[list[Object], str]:
+        """As `list`, with the resource version from which a watch continues."""
+        items: list[Object] = []
+        token: str | None = None
+        while True:
+            page = await self.request(
+                "GET",
+                resource.path(namespace),
+                query={"labelSelector": labels, "fieldSelector": fields, "limit": PAGE_SIZE, "continue": token},
+            )
+            for item in page.get("items") or []:
+                # Items of a list carry no type.
+                items.append({"apiVersion": resource.api_version, "kind": resource.kind, **item})
+            token = page["metadata"].get("continue") or None
+            if token is None:
+                return items, page["metadata"]["resourceVersion"]
+
+    async def create(self, resource: Resource, obj: Object, manager: str) -> Object | None:
+        """Create; None if an object of that name exists already (whose, the caller must look)."""
+        try:
+            return await self.request(
+                "POST", resource.path(obj["metadata"].get("namespace")), query={"fieldManager": manager}, body=obj
+            )
+        except ApiError as e:
+            if e.status == 409 and e.reason == "AlreadyExists":
+                return None
+            raise
+
+    async def apply(self, resource: Resource, obj: Object, manager: str, *, subresource: str | None = None) -> Object:
+        """Server-side apply of the fields in `obj`, taking them over from any other manager.
+
+        Give metadata.uid to keep a same-named successor from being changed. Fields that an earlier apply of this manager
+        held and `obj` does not are removed: always apply the manager's whole intent.
+        """
+        meta = obj["metadata"]
+        body = {"apiVersion": resource.api_version, "kind": resource.kind, **obj}
+        return await self.request(
+            "PATCH",
+            resource.path(meta.get("namespace"), meta["name"], subresource),
+            query={"fieldManager": manager, "force": "true"},
+            body=body,
+            content_type="application/apply-patch+yaml",
+        )
+
+    async def patch(
+        self, resource: Resource, name: str, namespace: str | None, operations: list[Object], manager: str
+    ) -> Object | None:
+        """JSON patch, all or nothing (`test` operations guard it: 422 when one fails); None if the object is gone."""
+        try:
+            return await self.request(
+                "PATCH",
+                resource.path(namespace, name),
+                query={"fieldManager": manager},
+                body=operations,
+                content_type="application/json-patch+json",
+            )
+        except ApiError as e:
+            if e.status == 404:
+                return None
+            raise
+
+    async def delete(
+        self,
+        resource: Resource,
+        name: str,
+        namespace: str | None = None,
+        *,
+        uid: str | None = None,
+        grace_period_s: int | None = None,
+    ) -> bool:
+        """Delete the object of this name and UID; False if there is none (any more): a successor is never touched."""
+        body: Object = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": "Background"}
+        if uid is not None:
+            body["preconditions"] = {"uid": uid}
+        if grace_period_s is not None:
+            body["gracePeriodSeconds"] = grace_period_s
+        try:
+            await self.request("DELETE", resource.path(namespace, name), body=body)
+        except ApiError as e:
+            if e.status == 404 or (e.conflict and uid is not None):
+                return False
+            raise
+        return True
+
+    async def watch(
+        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
+    ) -> AsyncIterator[WatchEvent]:
+        """List, then follow changes, for ever; after every interruption list again and yield SYNC with all that is there.
+
+        A consumer compares SYNC with what it knows: deletions that happened while the watch was down have no event of
+        their own. Transport errors are retried with a capped, jittered back-off; errors of the request are raised.
+        """
+        delay = 0.2
+        while True:
+            try:
+                items, version = await self.list_with_version(resource, namespace, labels=labels, fields=fields)
+                yield WatchEvent("SYNC", {}, tuple(items))
+                delay = 0.2
+                while True:
+                    async for event in self._watch_once(resource, namespace, labels, fields, version):
+                        version = event.object["metadata"]["resourceVersion"]
+                        if event.type != "BOOKMARK":
+                            yield event
+            except ApiError as e:
+                if e.refused or e.status in (401, 404):
+                    raise
+                if not e.gone:
+                    await asyncio.sleep(e.retry_after_s or delay * random.uniform(0.5, 1.5))  # noqa: S311
+                    delay = min(delay * 2, 30.0)
+
+    async def _watch_once(
+        self, resource: Resource, namespace: str | None, labels: str | None, fields: str | None, version: str
+    ) -> AsyncIterator[WatchEvent]:
+        query = {
+            "watch": "true",
+            "resourceVersion": version,
+            "allowWatchBookmarks": "true",
+            "timeoutSeconds": WATCH_TIMEOUT_S,
+            "labelSelector": labels,
+            "fieldSelector": fields,
+        }
+        # Bookmarks come about once a minute: longer silence means a dead connection.
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=WATCH_TIMEOUT_S + 15)
+        response = await self._send("GET", resource.path(namespace), query, None, "application/json", timeout)
+        try:
+            async for line in response.content:
+                event = json.loads(line)
+                if event["type"] == "ERROR":
+                    status = event["object"]
+                    raise ApiError(status.get("code", 0), status.get("reason", ""), status.get("message", ""))
+                yield WatchEvent(event["type"], event["object"])
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:
+            raise ApiError(0, "TransportError", f"watch {resource.plural}: {type(e).__name__}: {e}") from e
+        finally:
+            response.close()
+
+
+def _error(status: int, raw: bytes, retry_after: str | None) -> ApiError:
+    try:
+        body = json.loads(raw)
+        reason, message = body.get("reason") or "", body.get("message") or ""
+        details = (body.get("details") or {}).get("retryAfterSeconds")
+    except (ValueError, AttributeError):
+        reason, message, details = "", raw[:512].decode(errors="replace"), None
+    wait = retry_after if retry_after and retry_after.isdigit() else details
+    return ApiError(status, reason, message, float(wait) if wait else None)
