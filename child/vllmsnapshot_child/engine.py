@@ -1,0 +1,74 @@
+"""What the barrier needs from an engine, and how an engine is chosen."""
+
+from __future__ import annotations
+
+import importlib
+import os
+import socket
+from collections.abc import Callable, Mapping
+from typing import Protocol
+
+from vllmsnapshot_child.oracle import Prompt
+from vllmsnapshot_child.protocol import Oracle, Reason
+
+ENGINE = "VLLMSNAPSHOT_ENGINE"
+"""Environment variable "module:factory" of another engine than vLLM (the tests have a small one)."""
+
+
+class EngineError(Exception):
+    """The engine gives up: `reason` is a `protocol.Reason` constant."""
+
+    def __init__(self, reason: str, message: str) -> None:
+        super().__init__(f"{reason}: {message}")
+        self.reason = reason
+        self.message = message
+
+
+class Engine(Protocol):
+    """An inference engine that can stand at the barrier. The server calls in the order of the methods here."""
+
+    async def start(self) -> None:
+        """Bring the engine up, ready to answer."""
+
+    async def canary(self, prompt: Prompt) -> Oracle:
+        """Answer greedily."""
+
+    async def prebuild(self) -> None:
+        """Build all of the HTTP front end that needs no port, and warm it up. The engine can answer at this time."""
+
+    async def release_state(self) -> int:
+        """Drop what `restore_state` can bring back (weights, KV cache). The addresses stay. Returns the bytes dropped."""
+
+    async def restore_state(self) -> None:
+        """Bring back what was dropped."""
+
+    async def park(self) -> list[str]:
+        """Replace the listening inet sockets of every process by inert descriptors; what they were."""
+
+    async def trim(self) -> None:
+        """Make every process as small as it can be before an image is made of it."""
+
+    async def renew(self, env: Mapping[str, str]) -> None:
+        """After the barrier: new environment variables and fresh entropy for every process."""
+
+    async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
+        """Serve on the bound socket until told to end by a signal. Calls `serving` once connections are accepted."""
+
+    async def close(self) -> None:
+        """End the engine. Called whatever happened; what does not end is killed after it."""
+
+
+def load(args: list[str]) -> Engine:
+    """The engine for these `vllm serve` arguments. Raises EngineError(BadArguments)."""
+    name = os.environ.get(ENGINE)
+    if not name:
+        from vllmsnapshot_child import vllm_engine
+
+        return vllm_engine.create(args)
+    module, _, attribute = name.partition(":")
+    try:
+        factory = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise EngineError(Reason.BAD_ARGUMENTS, f"{ENGINE}={name!r}: {e}") from e
+    engine: Engine = factory(args)
+    return engine

@@ -1,0 +1,335 @@
+"""The engine server behind a barrier: `python -m vllmsnapshot_child.server OPTIONS -- VLLM-SERVE-ARGUMENTS…`.
+
+Brings the engine up, proves that it can drop and reload its state without changing an answer, makes itself small and free
+of addresses, writes the ready file and waits. In that state the node agent may dump it any number of times. When the release
+file appears, here or in another pod, it reloads, proves itself again, and only then binds a port.
+
+Options, ready fields and release marker are those of vLLM's own `python -m vllm.snapshot.server`; `--unattended`, `--host`
+and `--port` are ours (no barrier). Whatever goes wrong ends with failed.json, one of `EXIT_CODES`, and every process of the
+tree gone: never with a half-open server.
+
+It runs on asyncio's own event loop. vLLM's uvloop opens an io_uring (wherever the seccomp profile lets it), which CRIU
+cannot dump; and a loop that is picked by a sandbox profile would make images differ between clusters.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import NoReturn
+
+from vllmsnapshot_child import oracle, procs, protocol
+from vllmsnapshot_child.engine import Engine, EngineError, load
+from vllmsnapshot_child.protocol import Oracle, ProtocolError, Reason
+
+EXIT_CODES = {
+    Reason.BAD_ARGUMENTS: 64,
+    Reason.ENGINE_FAILED: 70,
+    Reason.CANARY_FAILED: 71,
+    Reason.REHEARSAL_MISMATCH: 72,
+    Reason.RELEASE_TIMEOUT: 73,
+    Reason.RELOAD_FAILED: 74,
+    Reason.CANARY_MISMATCH: 75,
+    Reason.BIND_FAILED: 76,
+    Reason.NOT_REGULAR_FILE: 80,
+    Reason.TOO_LARGE: 81,
+    Reason.NOT_JSON: 82,
+    Reason.NOT_AN_OBJECT: 83,
+    Reason.MISSING_FIELD: 84,
+    Reason.BAD_FIELD: 85,
+    Reason.OTHER_INCARNATION: 86,
+    Reason.NOT_RELEASED: 87,
+    Reason.BAD_PORT: 88,
+    Reason.BAD_HOST: 89,
+}
+"""Exit code by reason: 64-79 the engine, 80-89 a bad release marker. 78 is init's (a refused start)."""
+
+POLL_S = 0.05
+
+
+@dataclass(kw_only=True)
+class Options:
+    """What stands before the `--`."""
+
+    ready_file: str
+    release_file: str
+    release_timeout_s: float = 900.0
+    unattended: bool = False
+    host: str | None = None
+    port: int = 8000
+    engine_args: list[str] = field(default_factory=list)
+
+
+def parse_options(argv: list[str]) -> Options:
+    """Parse the command line. Raises EngineError(BadArguments)."""
+    if "--" in argv:
+        cut = argv.index("--")
+        argv, engine_args = argv[:cut], argv[cut + 1 :]
+    else:
+        engine_args = []  # vLLM's child takes what it does not know as arguments of the engine, and so does this one
+    parser = argparse.ArgumentParser(prog="vllmsnapshot_child.server", add_help=False, exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--ready-file", required=True)
+    parser.add_argument("--release-file", required=True)
+    parser.add_argument("--release-timeout-s", type=float, default=900.0)
+    parser.add_argument("--unattended", action="store_true")
+    parser.add_argument("--host")
+    parser.add_argument("--port", type=int, default=8000)
+    try:
+        known, rest = parser.parse_known_args(argv)
+    except (argparse.ArgumentError, SystemExit) as e:
+        raise EngineError(Reason.BAD_ARGUMENTS, str(e)) from e
+    if not known.release_timeout_s > 0:
+        raise EngineError(Reason.BAD_ARGUMENTS, "--release-timeout-s must be positive")
+    if not 1 <= known.port <= 65535:
+        raise EngineError(Reason.BAD_ARGUMENTS, "--port must be in 1..65535")
+    return Options(**vars(known), engine_args=rest + engine_args)
+
+
+class Control:
+    """The control directory, as the server uses it."""
+
+    def __init__(self, options: Options) -> None:
+        self.ready = os.path.abspath(options.ready_file)
+        self.release = os.path.abspath(options.release_file)
+        self.incarnation = os.environ.get("VLLMSNAPSHOT_INCARNATION", "")
+
+    def put(self, message: protocol.Message, path: str | None = None) -> None:
+        """Write a file next to the ready file (or at `path`)."""
+        directory, name = os.path.split(path or os.path.join(os.path.dirname(self.ready), message.FILE))
+        with protocol.open_dir(directory) as fd:
+            protocol.write(fd, name, message.to_dict())
+
+    def released(self) -> protocol.Release | None:
+        """The release marker, None as long as there is no such file. Raises ProtocolError for one that is not as it must be.
+
+        Its incarnation is not compared: a restored server is given that of another pod, and takes it as its own.
+        """
+        directory, name = os.path.split(self.release)
+        with protocol.open_dir(directory) as fd:
+            raw = protocol.read(fd, name)
+        return None if raw is None else protocol.Release.from_dict(raw)
+
+
+class Server:
+    """One life: engine, barrier, service."""
+
+    def __init__(self, options: Options, control: Control, create: Callable[[list[str]], Engine] = load) -> None:
+        self.options = options
+        self.control = control
+        self.create = create
+        self.phases: dict[str, float] = {}
+
+    @contextlib.contextmanager
+    def phase(self, name: str, reason: str = Reason.ENGINE_FAILED) -> Iterator[None]:
+        """Take the time of a step; an exception out of the engine in it becomes EngineError(reason)."""
+        began = time.monotonic()
+        try:
+            yield
+        except (EngineError, ProtocolError):
+            raise
+        except (Exception, SystemExit) as e:
+            raise EngineError(reason, f"{name}: {type(e).__name__}: {e}") from e
+        finally:
+            self.phases[name] = round(time.monotonic() - began, 4)
+
+    async def run(self) -> None:
+        """Until the server is told to end. Raises EngineError or ProtocolError."""
+        with self.phase("import_s"):
+            engine = self.create(self.options.engine_args)
+        with self.phase("engine_s"):
+            await engine.start()
+        with self.phase("canary_s", Reason.CANARY_FAILED):
+            first = await engine.canary(oracle.FIRST)
+            more = [] if self.options.unattended else [await engine.canary(p) for p in oracle.MORE]
+        if self.options.unattended:
+            await self.serve(engine, self.options.host, self.options.port, first, since=None)
+            return
+        more = await self.prepare(engine, first, more)
+        release = await self.barrier()
+        began = time.monotonic()
+        self.control.incarnation = release.incarnation or self.control.incarnation
+        await self.prove(engine, release, first, more)
+        await self.serve(engine, release.host, release.port, first, since=began)
+
+    async def prepare(self, engine: Engine, first: Oracle, more: list[Oracle]) -> list[Oracle]:
+        """Everything up to the ready file. Returns the further oracles that can be relied on."""
+        with self.phase("release_s", Reason.RELOAD_FAILED):
+            await engine.release_state()
+        with self.phase("rehearsal_s", Reason.RELOAD_FAILED):
+            await engine.restore_state()
+            if difference := first.differs(await engine.canary(oracle.FIRST)):
+                raise EngineError(Reason.REHEARSAL_MISMATCH, f"after a reload: {difference}")
+            # The first answer decides. A longer one that an intact engine does not repeat is no use as a proof later.
+            again = [await engine.canary(p) for p in oracle.MORE]
+            more = [a for a, b in zip(more, again, strict=True) if a.differs(b) is None]
+        with self.phase("prebuild_s"):
+            await engine.prebuild()
+        with self.phase("release_again_s", Reason.RELOAD_FAILED):
+            freed = await engine.release_state()
+            parked = await engine.park()
+            await engine.trim()
+        log(f"at the barrier: {freed >> 20} MiB dropped, {len(parked)} listeners parked, {len(more)} further oracles")
+        ready = protocol.Ready(
+            incarnation=self.control.incarnation,
+            token_ids=first.token_ids,
+            text=first.text,
+            sampled_token_logprob=first.sampled_token_logprob,
+            more=[o.to_dict() for o in more],
+            bytes_freed=freed,
+            phases=dict(self.phases),
+            protocol=protocol.PROTOCOL_VERSION,
+        )
+        self.control.put(ready, self.control.ready)
+        return more
+
+    async def barrier(self) -> protocol.Release:
+        """Wait for the release marker.
+
+        The limit counts slept seconds, as vLLM's does: time spent stopped, or as an image on a disk, does not count.
+        """
+        left = self.options.release_timeout_s
+        with self.phase("barrier_s"):
+            while (release := self.control.released()) is None:
+                if left <= 0:
+                    limit = self.options.release_timeout_s
+                    raise EngineError(Reason.RELEASE_TIMEOUT, f"no {self.control.release} within {limit:g} s")
+                await asyncio.sleep(min(POLL_S, left))
+                left -= POLL_S
+        return release
+
+    async def prove(self, engine: Engine, release: protocol.Release, first: Oracle, more: list[Oracle]) -> None:
+        """Reload and compare; raises EngineError unless every answer is the recorded one."""
+        with self.phase("renew_s"):
+            await engine.renew(release.env)
+        with self.phase("reload_s", Reason.RELOAD_FAILED):
+            await engine.restore_state()
+        with self.phase("canary_after_s", Reason.CANARY_FAILED):
+            prompts = {p.text: p for p in oracle.MORE}
+            for recorded, prompt in [(first, oracle.FIRST), *((o, prompts[o.prompt]) for o in more)]:
+                if difference := recorded.differs(await engine.canary(prompt)):
+                    raise EngineError(Reason.CANARY_MISMATCH, f"{prompt.text!r} after the release: {difference}")
+
+    async def serve(self, engine: Engine, host: str | None, port: int, answer: Oracle, since: float | None) -> None:
+        """Bind and serve; serving.json once connections are accepted."""
+
+        def serving() -> None:
+            if since is not None:
+                self.phases["release_to_serving_s"] = round(time.monotonic() - since, 4)
+            message = protocol.Serving(
+                incarnation=self.control.incarnation, host=host, port=port, oracle=answer.to_dict(), phases=dict(self.phases)
+            )
+            try:
+                self.control.put(message)
+            except OSError as e:
+                # Without a control volume (unattended) there is nobody to tell; the server serves all the same.
+                log(f"cannot write {protocol.SERVING}: {e}")
+            log(f"serving on {host or '*'}:{port}: {self.phases}")
+
+        with self.phase("bind_s", Reason.BIND_FAILED):
+            listener = bind(host, port)
+        with listener:
+            began = dict(self.phases)
+            with self.phase("serve_s"):
+                await engine.serve(listener, host, port, serving)
+            self.phases = began
+
+
+def bind(host: str | None, port: int) -> socket.socket:
+    """A bound TCP socket, not yet listening: as vLLM's `create_server_socket`. Raises EngineError(BindFailed)."""
+    family = socket.AF_INET6 if host and ":" in host else socket.AF_INET
+    listener = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        # Connections of a predecessor that linger in TIME_WAIT must not keep a replica down.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind((host or "", port))
+    except (OSError, UnicodeError) as e:
+        listener.close()
+        raise EngineError(Reason.BIND_FAILED, f"port {port} on {host or 'all addresses'}: {e}") from e
+    return listener
+
+
+def log(message: str) -> None:
+    """One line on stderr."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"vllmsnapshot-server: {message}\n".encode(errors="backslashreplace"))
+
+
+def kill_tree() -> None:
+    """SIGKILL our descendants, and the rest of our session if we lead one.
+
+    Not only the children: a helper that lost its parent belongs to init already, but is still of our session.
+    """
+    pids = {p.pid for p in procs.others()}
+    if os.getsid(0) == os.getpid():
+        pids.update(procs.in_session(os.getpid()))
+    procs.kill(pids)
+
+
+def die(code: int) -> NoReturn:
+    """End the whole tree at once. No interpreter clean-up: engines hang in it."""
+    kill_tree()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(Exception):
+            stream.flush()
+    os._exit(code)
+
+
+def on_signal(number: int, _frame: FrameType | None) -> None:
+    """SIGTERM and SIGINT before the server serves (from then on they are the engine's).
+
+    By default Python would end and leave the engine's processes behind.
+    """
+    log(f"{signal.Signals(number).name} before serving")
+    die(128 + number)
+
+
+def fail(failure: EngineError | ProtocolError, control: Control | None) -> NoReturn:
+    """Say why, in the log and in failed.json, and end."""
+    if failure.__cause__ is not None:
+        traceback.print_exception(failure.__cause__)
+    log(str(failure))
+    if control is not None:
+        message = failure.message[:4000].encode(errors="backslashreplace").decode()
+        with contextlib.suppress(OSError):
+            control.put(protocol.Failed(incarnation=control.incarnation, reason=failure.reason, message=message))
+    die(EXIT_CODES.get(failure.reason, 1))
+
+
+async def live(server: Server) -> NoReturn:
+    """Run the server and end the process from inside the loop: leaving the loop would wait for the engine's tasks."""
+    try:
+        await server.run()
+    except (EngineError, ProtocolError) as e:
+        fail(e, server.control)
+    die(0)
+
+
+def main() -> NoReturn:
+    """Entry point."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, on_signal)
+    control = None
+    try:
+        options = parse_options(sys.argv[1:])
+        control = Control(options)
+        asyncio.run(live(Server(options, control)))
+    except EngineError as e:
+        fail(e, control)
+    except BaseException as e:  # also SystemExit: vLLM and uvicorn end the process where they see fit
+        cause = EngineError(Reason.ENGINE_FAILED, f"{type(e).__name__}: {e}")
+        cause.__cause__ = e
+        fail(cause, control)
+
+
+if __name__ == "__main__":
+    main()

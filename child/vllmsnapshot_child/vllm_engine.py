@@ -1,0 +1,347 @@
+"""vLLM behind the barrier: arguments, canary, release and reload, HTTP application.
+
+Written against vLLM 0.32, whose own snapshot child (`vllm.snapshot.server`) makes the same engine calls. Everything that is
+vLLM's is imported inside functions: importing it takes seconds and has side effects.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import os
+import socket
+import time
+from collections.abc import Callable, Mapping
+from contextlib import AsyncExitStack
+from typing import Any
+
+from vllmsnapshot_child import memory, oracle
+from vllmsnapshot_child.engine import EngineError
+from vllmsnapshot_child.oracle import Prompt
+from vllmsnapshot_child.protocol import Oracle, Reason
+from vllmsnapshot_child.vllm_worker import USER_EXTENSION
+
+EXTENSION = "vllmsnapshot_child.vllm_worker.Extension"
+
+DEFAULT_ENV = {
+    # The executor in the engine process: one process less to dump, and no shared-memory queues between the two.
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    # fork would carry half-initialised threads into the engine; vLLM forces spawn on CPU and its child sets it everywhere.
+    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
+    # gloo and torch.distributed listen on loopback: an image bound to the pod's address restores in no other pod.
+    "VLLM_HOST_IP": "127.0.0.1",
+    "GLOO_SOCKET_IFNAME": "lo",
+    # Unix sockets of the engine's queues: in the scratch volume that travels with the image.
+    "VLLM_RPC_BASE_PATH": "/tmp",  # noqa: S108
+    # A connection to the outside at the moment of the dump cannot be restored.
+    "VLLM_NO_USAGE_STATS": "1",
+    "DO_NOT_TRACK": "1",
+    # /dev/infiniband cannot be dumped.
+    "NCCL_IB_DISABLE": "1",
+    # Compile in the process itself: a pool of idle compiler processes would be dumped with it.
+    "TORCHINDUCTOR_COMPILE_THREADS": "1",
+    "TOKENIZERS_PARALLELISM": "false",
+}
+
+REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    # flag: (why, whether the parsed value is acceptable)
+    "host": ("the address comes from the release", lambda v: v is None),
+    "port": ("the port comes from the release", lambda v: v == 8000),
+    "uds": ("the server listens on a port", lambda v: v is None),
+    "grpc": ("only the HTTP server can stand at the barrier", lambda v: not v),
+    "grpc-port": ("only the HTTP server can stand at the barrier", lambda v: v is None),
+    "headless": ("only the HTTP server can stand at the barrier", lambda v: not v),
+    "api-server-count": ("one API server", lambda v: v in (None, 1)),
+    "api-key": ("a secret would be stored in the image", lambda v: not v),
+    "ssl-keyfile": ("a secret would be stored in the image", lambda v: v is None),
+    "ssl-certfile": ("plain HTTP only", lambda v: v is None),
+    "ssl-ca-certs": ("plain HTTP only", lambda v: v is None),
+    "ssl-ciphers": ("plain HTTP only", lambda v: v is None),
+    "enable-ssl-refresh": ("plain HTTP only", lambda v: not v),
+    "middleware": ("foreign code in front of the canary", lambda v: not v),
+    "tensor-parallel-size": ("one GPU per replica", lambda v: v == 1),
+    "pipeline-parallel-size": ("one GPU per replica", lambda v: v == 1),
+    "data-parallel-size": ("one engine per replica", lambda v: v == 1),
+    "prefill-context-parallel-size": ("one GPU per replica", lambda v: v == 1),
+    "enable-lora": ("adapters are not reloaded with the weights", lambda v: not v),
+    "lora-modules": ("adapters are not reloaded with the weights", lambda v: not v),
+    "speculative-config": ("a draft model is not reloaded with the weights", lambda v: v is None),
+    "spec-method": ("a draft model is not reloaded with the weights", lambda v: v is None),
+    "spec-model": ("a draft model is not reloaded with the weights", lambda v: v is None),
+    "spec-tokens": ("a draft model is not reloaded with the weights", lambda v: v is None),
+    "logprobs-mode": ("the canary needs log-probabilities", lambda v: str(v) not in ("raw_logits", "processed_logits")),
+}
+"""vLLM's own list (`vllm snapshot create`), and what cannot work in a pod whose address and port change."""
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise EngineError(BadArguments) that names the first flag that cannot work."""
+    for flag, (why, acceptable) in REFUSED.items():
+        value = getattr(args, flag.replace("-", "_"), None)
+        if hasattr(args, flag.replace("-", "_")) and not acceptable(value):
+            raise EngineError(Reason.BAD_ARGUMENTS, f"--{flag} is not supported: {why}")
+    if os.environ.get("VLLM_API_KEY"):
+        raise EngineError(Reason.BAD_ARGUMENTS, "VLLM_API_KEY is not supported: a secret would be stored in the image")
+
+
+def create(argv: list[str]) -> VllmEngine:
+    """Parse `vllm serve` arguments. Raises EngineError(BadArguments)."""
+    for name, value in DEFAULT_ENV.items():
+        os.environ.setdefault(name, value)
+    from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
+    from vllm.logger import configure_logging_from_args
+    from vllm.platforms import current_platform
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = make_arg_parser(FlexibleArgumentParser(prog="vllmsnapshot_child.server"))
+    try:
+        args = parser.parse_args(argv)
+    except SystemExit as e:  # argparse has printed what is wrong
+        raise EngineError(Reason.BAD_ARGUMENTS, f"vLLM does not accept these arguments: {argv}") from e
+    if args.model_tag is not None:
+        args.model = args.model_tag
+    check_arguments(args)
+    args.api_server_count = None
+    try:
+        configure_logging_from_args(args)
+        validate_parsed_serve_args(args)
+    except (ValueError, TypeError) as e:
+        raise EngineError(Reason.BAD_ARGUMENTS, str(e)) from e
+    if args.worker_extension_cls:
+        os.environ[USER_EXTENSION] = args.worker_extension_cls
+    args.worker_extension_cls = EXTENSION
+    seeded = any(a == "--seed" or a.startswith("--seed=") for a in argv)
+    if current_platform.is_cpu():
+        return CpuVllmEngine(args, seeded=seeded)
+    args.enable_sleep_mode = True
+    return VllmEngine(args, seeded=seeded)
+
+
+class VllmEngine:
+    """vLLM on an accelerator with sleep mode."""
+
+    def __init__(self, args: argparse.Namespace, *, seeded: bool) -> None:
+        self.args = args
+        self.seeded = seeded
+        self.client: Any = None
+        self.app: Any = None
+        self._stack = AsyncExitStack()
+        self._requests = 0
+
+    async def start(self) -> None:
+        from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+        from vllm.reasoning import ReasoningParserManager
+        from vllm.tool_parsers import ToolParserManager
+
+        # As vLLM's run_server does before its engine.
+        if len(self.args.tool_parser_plugin or "") > 3:
+            ToolParserManager.import_tool_parser(self.args.tool_parser_plugin)
+        if len(self.args.reasoning_parser_plugin or "") > 3:
+            ReasoningParserManager.import_reasoning_parser(self.args.reasoning_parser_plugin)
+        self.client = await self._stack.enter_async_context(build_async_engine_client(self.args))
+
+    async def canary(self, prompt: Prompt) -> Oracle:
+        from vllm import SamplingParams
+
+        sampling = SamplingParams(temperature=0, min_tokens=prompt.tokens, max_tokens=prompt.tokens, seed=0, logprobs=0)
+        self._requests += 1
+        last: Any = None
+        async for output in self.client.generate(prompt.text, sampling, request_id=f"vllmsnapshot-canary-{self._requests}"):
+            last = output
+        try:
+            answer = last.outputs[0]
+            ids = [int(i) for i in answer.token_ids]
+            logprob = float(answer.logprobs[0][ids[0]].logprob)
+        except (AttributeError, IndexError, KeyError, TypeError) as e:
+            raise EngineError(Reason.CANARY_FAILED, f"no token or no log-probability for {prompt.text!r}") from e
+        if len(ids) != prompt.tokens or not abs(logprob) < float("inf"):
+            raise EngineError(Reason.CANARY_FAILED, f"{len(ids)} tokens, log-probability {logprob} for {prompt.text!r}")
+        return Oracle(token_ids=ids, text=answer.text, sampled_token_logprob=logprob, prompt=prompt.text)
+
+    async def prebuild(self) -> None:
+        """vLLM's build_and_serve up to the point where it needs a socket, and one request of each common kind.
+
+        The requests go through the application without a connection. They build the middleware stack, compile templates and
+        schemas, and so on: the first request of a restored replica would pay for all that.
+        """
+        from vllm.entrypoints.launchers.api_server.app_state import init_app_state
+        from vllm.entrypoints.launchers.app import build_app
+        from vllm.entrypoints.launchers.launcher import validate_api_server_args
+
+        validate_api_server_args(self.args)
+        tasks = await self.client.get_supported_tasks()
+        self.app = build_app(self.args, tasks, self.client.model_config)
+        await init_app_state(self.client, self.app.state, self.args, tasks)
+        model = (self.args.served_model_name or [self.args.model])[0]
+        common = {"model": model, "max_tokens": 1, "temperature": 0}
+        await self._request("GET", "/health")
+        await self._request("GET", "/v1/models")
+        await self._request("GET", "/metrics")
+        if "generate" in tasks:
+            await self._request("POST", "/v1/completions", {**common, "prompt": oracle.FIRST.text})
+            messages = [{"role": "user", "content": oracle.FIRST.text}]
+            # Refused by a model without a chat template, which costs a replica nothing.
+            await self._request("POST", "/v1/chat/completions", {**common, "messages": messages})
+            await self._request("POST", "/v1/chat/completions", {**common, "messages": messages, "stream": True})
+
+    async def release_state(self) -> int:
+        free: int = sum(await self._rpc("vllmsnapshot_free_device_bytes"))
+        await self.client.sleep(level=2)
+        now: int = sum(await self._rpc("vllmsnapshot_free_device_bytes"))
+        return max(0, now - free)
+
+    async def restore_state(self) -> None:
+        await self.client.wake_up(tags=["weights"])
+        await self._rpc("reload_weights")
+        await self.client.wake_up(tags=["kv_cache"])
+
+    async def park(self) -> list[str]:
+        parked = memory.park_listeners()
+        for more in await self._rpc("vllmsnapshot_park"):
+            parked += more
+        return parked
+
+    async def trim(self) -> None:
+        memory.trim_heap()
+        engine = sum(await self._rpc("vllmsnapshot_trim"))
+        log(f"anonymous memory in the image: API {memory.resident_anonymous() >> 20} MiB, engine {engine >> 20} MiB")
+
+    async def renew(self, env: Mapping[str, str]) -> None:
+        os.environ.update(env)
+        memory.fresh_entropy()
+        await self._rpc("vllmsnapshot_renew", dict(env), not self.seeded)
+
+    async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
+        from vllm import envs
+        from vllm.entrypoints.launchers.launcher import serve_http
+        from vllm.entrypoints.launchers.utils.server_utils import get_uvicorn_log_config
+        from vllm.utils.system_utils import set_ulimit
+
+        if self.app is None:
+            await self.prebuild()
+        args = self.args
+        args.host, args.port = host, port
+        set_ulimit()
+        options: dict[str, Any] = {}
+        if (log_config := get_uvicorn_log_config(args)) is not None:
+            options["log_config"] = log_config
+        running = asyncio.create_task(
+            serve_http(
+                self.app,
+                sock=listener,
+                enable_ssl_refresh=False,
+                host=host,
+                port=port,
+                log_level=args.uvicorn_log_level,
+                access_log=not args.disable_uvicorn_access_log,
+                timeout_keep_alive=envs.VLLM_HTTP_TIMEOUT_KEEP_ALIVE,
+                h11_max_incomplete_event_size=args.h11_max_incomplete_event_size,
+                h11_max_header_count=args.h11_max_header_count,
+                **options,
+            )
+        )
+        # uvicorn says "started" once it listens; there is no event for it.
+        while not running.done() and not getattr(getattr(self.app.state, "server", None), "started", False):  # noqa: ASYNC110
+            await asyncio.sleep(0.005)
+        if not running.done():
+            serving()
+        shutdown = await running
+        # As in vLLM: first the engine, then the rest of the HTTP server.
+        await self.close()
+        await shutdown
+
+    async def close(self) -> None:
+        await self._stack.aclose()
+
+    async def _rpc(self, method: str, *args: Any) -> list[Any]:
+        answer: list[Any] = await self.client.collective_rpc(method, args=args)
+        return answer
+
+    async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> int:
+        """One request straight into the ASGI application; its status."""
+        raw = json.dumps(body).encode() if body is not None else b""
+        status = 0
+        inbox = [{"type": "http.request", "body": raw, "more_body": False}]
+
+        async def receive() -> dict[str, Any]:
+            if inbox:
+                return inbox.pop()
+            # The application listens for a client that goes away; ours does not.
+            await asyncio.Event().wait()
+            raise AssertionError
+
+        async def send(message: dict[str, Any]) -> None:
+            nonlocal status
+            if message["type"] == "http.response.start":
+                status = message["status"]
+
+        scope = {
+            "type": "http",
+            "asgi": {"version": "3.0", "spec_version": "2.3"},
+            "http_version": "1.1",
+            "method": method,
+            "scheme": "http",
+            "path": path,
+            "raw_path": path.encode(),
+            "query_string": b"",
+            "root_path": self.app.root_path or "",
+            "headers": [(b"host", b"localhost"), (b"content-type", b"application/json")],
+            "client": ("127.0.0.1", 1),
+            "server": ("127.0.0.1", 8000),
+            "state": {},
+        }
+        began = time.monotonic()
+        try:
+            await asyncio.wait_for(self.app(scope, receive, send), timeout=300)
+        except Exception as e:  # a warm-up only: whatever a route dislikes, the user would see too
+            log(f"warm-up {method} {path}: {type(e).__name__}: {e}")
+        log(f"warm-up {method} {path}: status {status}, {time.monotonic() - began:.2f} s")
+        return status
+
+
+class CpuVllmEngine(VllmEngine):
+    """vLLM on CPU, where sleep mode is refused: the worker extension drops and reloads (`vllm_worker.py`).
+
+    Weights that the extension cannot reload bit by bit stay in the image. There vLLM's own `reload_weights` would cost a
+    restored replica more time (it builds the CPU kernels anew) than reading them from the image does.
+    """
+
+    def __init__(self, args: argparse.Namespace, *, seeded: bool) -> None:
+        super().__init__(args, seeded=seeded)
+        self._before: list[dict[str, str]] | None = None
+        self._drop_weights: bool | None = None  # not known before the rehearsal
+
+    async def release_state(self) -> int:
+        # A cached prefix would point at KV pages that are zeros now.
+        await self.client.reset_prefix_cache()
+        if self._drop_weights is None:
+            self._before = await self._rpc("vllmsnapshot_digests")
+        freed: int = sum(await self._rpc("vllmsnapshot_drop", self._drop_weights is not False))
+        return freed
+
+    async def restore_state(self) -> None:
+        if self._drop_weights is None:
+            self._drop_weights = await self._rehearse()
+        elif self._drop_weights:
+            await self._rpc("vllmsnapshot_reload")
+
+    async def _rehearse(self) -> bool:
+        """Whether the first reload gave the same bits; if not, the weights are put back by vLLM."""
+        why = "a reload gives other bits"
+        try:
+            await self._rpc("vllmsnapshot_reload")
+            if await self._rpc("vllmsnapshot_digests") == self._before:
+                return True
+        except Exception as e:  # whatever it is, vLLM's own way is left
+            why = f"{type(e).__name__}: {e}"
+        log(f"the weights stay in the image: {why}")
+        await self._rpc("reload_weights")
+        return False
+
+
+def log(message: str) -> None:
+    """To vLLM's log."""
+    from vllm.logger import init_logger
+
+    init_logger("vllm.vllmsnapshot").info("%s", message)

@@ -1,0 +1,308 @@
+"""A small engine for tests: standard library only, up in milliseconds, yet with everything that makes a real engine's
+process tree hard to move.
+
+    VLLMSNAPSHOT_ENGINE=small:create  PYTHONPATH=…/tests/node/engine
+
+Two processes, several threads, a unix socket between them, POSIX shared memory, a listening inet socket (which has to be
+parked), memory that is dropped and reloaded, and memory that only the image holds. Every answer is computed from all of
+it: one changed byte anywhere and the canary differs.
+
+Arguments (unknown ones, such as --model, are vLLM's and ignored):
+
+    --cold-start-s SECONDS    how long `start` takes at least
+    --memory-mib MIB          size of each kind of memory, default 2
+    --fault PHASE=HOW         PHASE: start canary release rehearsal prebuild park trim renew reload answer serve
+                              HOW: raise, exit (code 17), hang; for rehearsal and answer also: wrong (another answer)
+
+A fault may also be named later, in the file `fault` of the control directory: so a restored copy can fail where the
+original did not. HTTP: GET /health /v1/models /metrics, POST /v1/completions, POST /crash (exit code 17).
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import json
+import mmap
+import os
+import queue
+import random
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import time
+import zlib
+from collections.abc import Callable, Mapping
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any
+
+from vllmsnapshot_child import memory
+from vllmsnapshot_child.engine import EngineError
+from vllmsnapshot_child.oracle import Prompt
+from vllmsnapshot_child.protocol import Oracle, Reason
+
+CRASH_CODE = 17
+WORDS = (" Paris", " London", " Rome", " Berlin", " Madrid", " Lisbon", " Vienna", " Prague")
+MIB = 1 << 20
+
+
+def pattern(seed: int, size: int) -> bytes:
+    """The same bytes each time: this engine's checkpoint."""
+    return random.Random(seed).randbytes(size)
+
+
+class Shared:
+    """A file in /dev/shm, mapped; the name goes to the helper."""
+
+    def __init__(self, size: int, name: str | None = None) -> None:
+        self.name = name or f"/dev/shm/small-{os.urandom(6).hex()}"
+        fd = os.open(self.name, os.O_RDWR | (os.O_CREAT | os.O_EXCL if name is None else 0), 0o600)
+        try:
+            if name is None:
+                os.ftruncate(fd, size)
+            self.map = mmap.mmap(fd, size)
+        finally:
+            os.close(fd)
+
+
+def helper(path: str, shared_name: str, size: int) -> None:
+    """The second process: adds the checksums of its own and of the shared memory to what it is asked."""
+    kept = pattern(3, size)
+    shared = Shared(size, shared_name)
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
+        link.connect(path)
+        while request := link.recv(4096):
+            total = zlib.crc32(shared.map[:], zlib.crc32(kept, zlib.crc32(request)))
+            link.sendall(b"%d\n" % total)
+
+
+class SmallEngine:
+    """Implements `vllmsnapshot_child.engine.Engine`."""
+
+    def __init__(self, options: argparse.Namespace) -> None:
+        self.options = options
+        self.size = options.memory_mib * MIB
+        self.phase = "start"
+        self.released = False
+        self.requests = 0
+        self.lock = threading.Lock()
+        self.jobs: queue.Queue[tuple[bytes, queue.Queue[int]]] = queue.Queue()
+
+    # --- the Engine protocol ---
+
+    async def start(self) -> None:
+        began = time.monotonic()
+        self.fault("start")
+        self.weights = mmap.mmap(-1, self.size)
+        self.weights[:] = self.checkpoint()
+        self.kept = bytearray(pattern(2, self.size))
+        self.shared = Shared(self.size)
+        self.shared.map[:] = pattern(4, self.size)
+        self.directory = tempfile.mkdtemp(prefix="small-")
+        path = os.path.join(self.directory, "link")
+        with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+            listener.bind(path)
+            listener.listen(1)
+            helper_argv = [sys.executable, __file__, path, self.shared.name, str(self.size)]
+            self.child = subprocess.Popen(helper_argv)  # noqa: ASYNC220  nothing else runs in the loop yet
+            listener.settimeout(60)
+            self.link, _ = listener.accept()
+            self.link.settimeout(None)
+        # Like the sockets of gloo: nobody ever connects, and the barrier has to get rid of it.
+        self.useless = socket.create_server(("127.0.0.1", 0))
+        for _ in range(2):
+            threading.Thread(target=self.work, daemon=True).start()
+        threading.Thread(target=self.tick, daemon=True).start()
+        await asyncio.sleep(max(0.0, self.options.cold_start_s - (time.monotonic() - began)))
+
+    async def canary(self, prompt: Prompt) -> Oracle:
+        phase = {"prebuild": "rehearsal", "reload": "answer"}.get(self.phase, "canary")
+        wrong = self.fault(phase)
+        return self.answer(prompt.text, prompt.tokens, salt=b"wrong" if wrong else b"")
+
+    async def prebuild(self) -> None:
+        self.fault("prebuild")
+
+    async def release_state(self) -> int:
+        self.fault("release")
+        self.weights.madvise(mmap.MADV_DONTNEED)
+        return len(self.weights)
+
+    async def restore_state(self) -> None:
+        self.phase = "reload" if self.released else "prebuild"
+        self.fault("reload" if self.released else "rehearsal")
+        self.weights[:] = self.checkpoint()
+
+    async def park(self) -> list[str]:
+        self.fault("park")
+        return memory.park_listeners()
+
+    async def trim(self) -> None:
+        self.fault("trim")
+        memory.trim_heap()
+
+    async def renew(self, env: Mapping[str, str]) -> None:
+        self.released = True
+        self.fault("renew")
+        os.environ.update(env)
+        memory.fresh_entropy()
+
+    async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
+        self.fault("serve")
+        server = ThreadingHTTPServer((host or "", port), handler(self, port), bind_and_activate=False)
+        server.socket.close()
+        server.socket = listener
+        server.server_activate()
+        thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
+        thread.start()
+        stop = asyncio.Event()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+        serving()
+        await stop.wait()
+        server.shutdown()
+        await self.close()
+
+    async def close(self) -> None:
+        self.link.close()
+        self.child.wait(5)
+        for path in (self.shared.name, os.path.join(self.directory, "link")):
+            with contextlib.suppress(OSError):
+                os.unlink(path)
+        with contextlib.suppress(OSError):
+            os.rmdir(self.directory)
+
+    # --- the model ---
+
+    def checkpoint(self) -> bytes:
+        """The weights. A file `seed` in the model's directory makes them another model's."""
+        seed = 1
+        with contextlib.suppress(OSError), open(os.path.join(self.options.model, "seed"), encoding="ascii") as f:
+            seed = int(f.read())
+        return pattern(seed, self.size)
+
+    def answer(self, prompt: str, tokens: int, salt: bytes = b"") -> Oracle:
+        """The greedy answer; it depends on every byte of both processes."""
+        done: queue.Queue[int] = queue.Queue()
+        self.jobs.put((salt + prompt.encode(), done))
+        number = done.get(timeout=30)
+        self.requests += 1
+        ids = [(number >> (3 * i)) % len(WORDS) for i in range(tokens)]
+        return Oracle(
+            token_ids=ids, text="".join(WORDS[i] for i in ids), sampled_token_logprob=-(number % 9973) / 1000, prompt=prompt
+        )
+
+    def work(self) -> None:
+        """A worker thread."""
+        while True:
+            request, done = self.jobs.get()
+            total = zlib.crc32(self.weights[:], zlib.crc32(self.kept, zlib.crc32(request)))
+            with self.lock:
+                self.link.sendall(b"%d" % total)
+                reply = self.link.recv(64)
+            done.put(int(reply) if reply else 0)
+
+    def tick(self) -> None:
+        """Proof in the log that the process runs, and that the log goes on after a restore."""
+        for n in range(1 << 30):
+            print(f"tick {n}", flush=True)
+            time.sleep(1)
+
+    def fault(self, phase: str) -> bool:
+        """Fail here if so ordered. True: give a wrong answer."""
+        orders = [*self.options.fault]
+        with contextlib.suppress(OSError), open(os.path.join(self.options.control, "fault"), encoding="utf-8") as f:
+            orders += f.read().split()
+        for order in orders:
+            where, _, how = order.partition("=")
+            if where != phase:
+                continue
+            if how == "wrong":
+                return True
+            if how == "exit":
+                os._exit(CRASH_CODE)
+            if how == "hang":
+                signal.pause()
+            raise RuntimeError(f"ordered to fail in {phase}")
+        return False
+
+
+def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
+    """The HTTP side."""
+
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+
+        def do_GET(self) -> None:
+            if self.path == "/health":
+                self.reply(b"", "text/plain")
+            elif self.path == "/v1/models":
+                self.reply_json({"object": "list", "data": [{"id": engine.options.model, "object": "model"}]})
+            elif self.path == "/metrics":
+                text = f"# TYPE small_requests_total counter\nsmall_requests_total {engine.requests}\n"
+                self.reply(text.encode(), "text/plain; version=0.0.4")
+            else:
+                self.reply_json({"error": "not found"}, 404)
+
+        def do_POST(self) -> None:
+            body = self.rfile.read(int(self.headers.get("content-length", 0)))
+            if self.path == "/crash":
+                os._exit(CRASH_CODE)
+            if self.path != "/v1/completions":
+                self.reply_json({"error": "not found"}, 404)
+                return
+            try:
+                request = json.loads(body)
+                prompt, tokens = str(request["prompt"]), int(request.get("max_tokens", 16))
+            except (ValueError, KeyError, TypeError) as e:
+                self.reply_json({"error": str(e)}, 400)
+                return
+            oracle = engine.answer(prompt, tokens)
+            first = WORDS[oracle.token_ids[0]]
+            choice = {
+                "index": 0,
+                "text": oracle.text,
+                "finish_reason": "length",
+                "logprobs": {"tokens": [first], "token_logprobs": [oracle.sampled_token_logprob]},
+                "token_ids": oracle.token_ids,
+            }
+            where = {"pid": os.getpid(), "port": port, "hostname": os.environ.get("HOSTNAME", "")}
+            self.reply_json({"object": "text_completion", "model": engine.options.model, "choices": [choice], **where})
+
+        def reply_json(self, value: dict[str, Any], status: int = 200) -> None:
+            self.reply(json.dumps(value).encode(), "application/json", status)
+
+        def reply(self, body: bytes, kind: str, status: int = 200) -> None:
+            self.send_response(status)
+            self.send_header("content-type", kind)
+            self.send_header("content-length", str(len(body)))
+            self.end_headers()
+            self.wfile.write(body)
+
+        def log_message(self, *_args: Any) -> None:
+            pass
+
+    return Handler
+
+
+def create(args: list[str]) -> SmallEngine:
+    """Factory for VLLMSNAPSHOT_ENGINE."""
+    parser = argparse.ArgumentParser(exit_on_error=False, allow_abbrev=False)
+    parser.add_argument("--model", default="small")
+    parser.add_argument("--cold-start-s", type=float, default=0.0)
+    parser.add_argument("--memory-mib", type=int, default=2)
+    parser.add_argument("--fault", action="append", default=[])
+    try:
+        options, _ = parser.parse_known_args(args)
+    except argparse.ArgumentError as e:
+        raise EngineError(Reason.BAD_ARGUMENTS, str(e)) from e
+    options.control = os.environ.get("VLLMSNAPSHOT_CONTROL_DIR", "/run/vllmsnapshot")
+    return SmallEngine(options)
+
+
+if __name__ == "__main__":
+    helper(sys.argv[1], sys.argv[2], int(sys.argv[3]))
