@@ -1,0 +1,1 @@
+"""The operator: observes, plans, executes and writes status. Touches the Kubernetes API only."""

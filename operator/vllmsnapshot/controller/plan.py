@@ -1,0 +1,437 @@
+"""What to do next: `plan(claim, observed, now)`, pure and total. Nothing here talks to anybody or remembers anything.
+
+The operator is stateless: every step of a rollout, a capture or a deletion is derived from what exists. A plan is therefore
+right after any crash, and a plan that was only half executed is simply made again.
+
+Invariants (tests/unit/test_plan_properties.py):
+  live pods <= replicas + maxSurge;   our own deletions never bring available pods below replicas - maxUnavailable;
+  at most one order per node and identity is open;   the newest usable artifact of the current identity is never deleted;
+  at rest the plan is empty.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from ..api import constants as c
+from ..api.types import DeletionPolicy, RestorePolicy, Toggle, VLLMSnapshotSpec
+from . import pods
+from .world import Claim, Content, Observed, Replica, newest
+
+REPLACE_AFTER_S = 30.0
+"""A pod that finished (refused by the kubelet, evicted) is replaced no sooner than this long after its creation: a node that
+refuses every pod would otherwise be offered a new one several times a second."""
+PENDING_SEED_S = 60.0
+"""How long others wait for a seed that cannot be scheduled."""
+
+
+# --- actions: one class per kind, executed in this order ---------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class AddFinalizer:
+    """Before the first content: cluster-scoped objects have no owner that would take them along."""
+
+
+@dataclass(frozen=True)
+class CreateContent:
+    """Order a capture of `source` on `node`."""
+
+    source: Replica
+    node: str
+
+
+@dataclass(frozen=True)
+class VerifyUnattended:
+    """Set the readiness gate of a pod that serves where no agent could."""
+
+    pod: Replica
+
+
+@dataclass(frozen=True)
+class DeletePod:
+    """Remove a replica; `why` is for the log."""
+
+    pod: Replica
+    why: str
+
+
+@dataclass(frozen=True)
+class CreatePod:
+    """Create the replica of this slot, preferably on one of these nodes."""
+
+    slot: int
+    prefer: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class CreateService:
+    """There is no Service of the claim's name."""
+
+
+@dataclass(frozen=True)
+class UpdateService:
+    """Our Service differs from what it should be."""
+
+    uid: str
+
+
+@dataclass(frozen=True)
+class DeleteService:
+    """Our Service is not wanted any more."""
+
+    uid: str
+
+
+@dataclass(frozen=True)
+class DeleteContent:
+    """Remove an artifact; `why` is for the log."""
+
+    content: Content
+    why: str
+
+
+@dataclass(frozen=True)
+class RemoveFinalizer:
+    """Let the claim go."""
+
+
+Action = (
+    AddFinalizer
+    | CreateContent
+    | VerifyUnattended
+    | DeletePod
+    | CreatePod
+    | CreateService
+    | UpdateService
+    | DeleteService
+    | DeleteContent
+    | RemoveFinalizer
+)
+
+
+@dataclass(frozen=True)
+class Gate:
+    """Whether more pods of the current identity may be created. Closed: at most one, the seed, until it has been captured."""
+
+    open: bool
+    seed: Replica | None = None
+    until: float | None = None
+    """When the gate opens by itself (seconds since the epoch)."""
+
+    @property
+    def allowance(self) -> int | None:
+        """How many pods may be created now; None: no limit."""
+        return None if self.open else int(self.seed is None)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Actions in order, when to look again without being woken (seconds), and what the pods wait for."""
+
+    actions: tuple[Action, ...] = ()
+    requeue_after: float | None = None
+    gate: Gate = Gate(open=True)
+
+
+def plan(claim: Claim, observed: Observed, now: float) -> Plan:
+    """See the module's docstring. `now` is seconds since the epoch."""
+    if claim.deleting:
+        return Plan(tuple(_farewell(claim, observed)))
+    if claim.spec is None:
+        return Plan()
+    spec, hashes = claim.spec, pods.template(claim.spec)
+    gate = seed_gate(spec, hashes.identity, observed, now)
+    captures = list(_captures(spec, hashes.identity, observed))
+    actions: list[Action] = []
+    if not claim.finalizer and (captures or observed.contents):
+        actions.append(AddFinalizer())
+    actions += captures
+    actions += _unattended(observed)
+    actions += _replicas(claim, spec, hashes, observed, gate, now)
+    actions += _service(claim, spec, observed)
+    actions += _retention(spec, hashes.identity, observed)
+    return Plan(tuple(actions), _requeue(observed, hashes.revision, gate, now), gate)
+
+
+# --- capture -----------------------------------------------------------------------------------------------------------
+
+
+def spent(observed: Observed, identity: str, node: str) -> int:
+    """Captures of this identity on this node that came to nothing: failed, or quarantined after restores failed."""
+    return sum(
+        1
+        for item in observed.contents
+        if item.identity == identity and item.node == node and not item.deleting and (item.failed or item.quarantined)
+    )
+
+
+def capable_nodes(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> frozenset[str]:
+    """Nodes on which a capture may be tried: a Ready agent, and tries left."""
+    if spec.capture.policy != Toggle.ENABLED:
+        return frozenset()
+    ready = observed.agents & observed.nodes
+    return frozenset(node for node in ready if spent(observed, identity, node) <= spec.capture.retries)
+
+
+def seed_gate(spec: VLLMSnapshotSpec, identity: str, observed: Observed, now: float) -> Gate:
+    """Whether all replicas may start, or only the seed.
+
+    N replicas that start cold at once take N GPUs for minutes and leave N equal artifacts; one seed and N-1 restores are
+    quicker. But a snapshot is an optimisation: as soon as waiting cannot pay off any more, all start.
+    """
+    capable = capable_nodes(spec, identity, observed)
+    if not capable or spec.restore.policy == RestorePolicy.DISABLED:
+        return Gate(open=True)
+    if any(observed.usable(item) for item in observed.contents if item.identity == identity):
+        return Gate(open=True)
+    orders = {item.source_uid: item for item in observed.contents}
+    seeds: list[tuple[float, Replica]] = []
+    for replica in sorted(observed.pods, key=lambda item: (item.created, item.name)):
+        if not replica.live or replica.identity != identity:
+            continue
+        order = orders.get(replica.uid)
+        if order is not None and order.failed:
+            return Gate(open=True)  # this was the try; the others need not wait for the next one
+        if order is not None and not order.pending:
+            continue
+        if order is None and (replica.released or replica.restored):
+            continue  # it can give no artifact any more, or never could
+        if replica.node is not None and replica.node not in observed.agents:
+            continue  # started by itself, unattended
+        if order is None and replica.node is not None and replica.node not in capable:
+            continue
+        patience = spec.capture.seed_timeout_seconds
+        until = replica.created + (patience if replica.node else min(patience, PENDING_SEED_S))
+        if now >= until:
+            return Gate(open=True)
+        seeds.append((until, replica))
+    if not seeds:
+        return Gate(open=False)
+    return Gate(open=False, seed=seeds[0][1], until=min(until for until, _ in seeds))
+
+
+def _captures(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Iterator[CreateContent]:
+    """One order per node that has a source and neither an artifact nor an open order."""
+    ordered = {item.source_uid for item in observed.contents}
+    for node in sorted(capable_nodes(spec, identity, observed)):
+        here = [item for item in observed.contents if item.identity == identity and item.node == node]
+        if any(observed.usable(item) or item.pending for item in here):
+            continue
+        sources = [
+            replica
+            for replica in observed.pods
+            if replica.live
+            and replica.identity == identity
+            and replica.node == node
+            and replica.uid not in ordered
+            and not replica.released
+            and not replica.restored
+        ]
+        if sources:
+            yield CreateContent(min(sources, key=lambda item: (item.created, item.name)), node)
+
+
+# --- pods --------------------------------------------------------------------------------------------------------------
+
+_AGENT_VERDICTS = (c.Reason.CANARY_MISMATCH, c.Reason.ENGINE_FAILED)
+
+
+def _unattended(observed: Observed) -> Iterator[VerifyUnattended]:
+    """Pods that serve on nodes without a Ready agent. The child has proven its answer itself before it bound the port.
+
+    What an agent has found wrong stays wrong: only an agent takes that back.
+    """
+    for replica in observed.pods:
+        if (
+            replica.live
+            and replica.node is not None
+            and replica.node not in observed.agents
+            and replica.containers_ready
+            and replica.verified != "True"
+            and replica.verified_reason not in _AGENT_VERDICTS
+        ):
+            yield VerifyUnattended(replica)
+
+
+def _removal_order(replica: Replica) -> tuple[bool, bool, float, str]:
+    """Not ready, then cold, then newest."""
+    return (replica.available, replica.restored, -replica.created, replica.name)
+
+
+def _cooling(replica: Replica, revision: str, now: float) -> bool:
+    """Finished so soon after its creation that its replacement must wait."""
+    return replica.finished and not replica.deleting and replica.revision == revision and now < replica.created + REPLACE_AFTER_S
+
+
+def _replicas(
+    claim: Claim, spec: VLLMSnapshotSpec, hashes: pods.Template, observed: Observed, gate: Gate, now: float
+) -> Iterator[DeletePod | CreatePod]:
+    """Replace, scale and roll: the rules of a Deployment, with the seed gate in front of creation."""
+    for replica in observed.pods:
+        if replica.finished and not replica.deleting and not _cooling(replica, hashes.revision, now):
+            yield DeletePod(replica, "finished")
+
+    # A cooling pod holds its place: it is neither live nor replaced yet.
+    counted = [replica for replica in observed.pods if replica.live or _cooling(replica, hashes.revision, now)]
+    new = [replica for replica in counted if replica.revision == hashes.revision]
+    old = [replica for replica in counted if replica.revision != hashes.revision]
+    room = spec.replicas + (spec.rollout.max_surge if old and spec.replicas else 0)
+    floor = spec.replicas - _unavailable(spec, gate)
+
+    leaving = _leaving(sorted(old, key=_removal_order), sorted(new, key=_removal_order), room, floor)
+    for replica in leaving:
+        yield DeletePod(replica, "more than wanted" if replica.revision == hashes.revision else "replaced by a new revision")
+
+    # Counted before the deletions: what they free is used by the next pass, when they have happened.
+    missing = min(spec.replicas - len(new), room - len(counted))
+    if gate.allowance is not None:
+        missing = min(missing, gate.allowance)
+    taken = {replica.name for replica in observed.pods} | observed.taken
+    holders = {item.node for item in observed.contents if item.identity == hashes.identity and observed.usable(item)}
+    prefer = tuple(sorted(holders & observed.agents))
+    slot = -1
+    for _ in range(missing):
+        slot += 1
+        # The lowest free name: of two creations decided from the same observation one gets 409 and does no harm.
+        while pods.pod_name(claim.name, hashes.revision, slot) in taken:
+            slot += 1
+        yield CreatePod(slot, prefer)
+
+
+def _unavailable(spec: VLLMSnapshotSpec, gate: Gate) -> int:
+    """How many may be missing. While only a seed may start, no more old pods are given up than the seed needs."""
+    allowed = spec.rollout.max_unavailable
+    if not gate.open:
+        allowed = min(allowed, 0 if spec.rollout.max_surge else 1)
+    return allowed
+
+
+def _leaving(old: list[Replica], new: list[Replica], room: int, floor: int) -> list[Replica]:
+    """The pods to delete; both lists are in order of removal."""
+    available = sum(replica.available for replica in (*old, *new))
+    leaving: list[Replica] = []
+
+    def take(candidates: Iterable[Replica], limit: int) -> None:
+        nonlocal available
+        for replica in candidates:
+            if limit <= 0:
+                return
+            if replica in leaving or (replica.available and available <= floor):
+                continue
+            available -= replica.available
+            limit -= 1
+            leaving.append(replica)
+
+    # Too many in all: a scale-down. Old ones first.
+    excess = len(old) + len(new) - room
+    take(old, excess)
+    take(new, excess - len(leaving))
+    # Old ones that do not serve, as far as new ones which do not serve either leave room for hope (as a Deployment).
+    total = len(old) + len(new) - len(leaving)
+    hopeful = sum(not replica.available for replica in new if replica not in leaving)
+    take([replica for replica in old if not replica.available], total - floor - hopeful)
+    # Old ones that serve, as far as enough others do.
+    take([replica for replica in old if replica.available], available - floor)
+    return leaving
+
+
+# --- service -----------------------------------------------------------------------------------------------------------
+
+
+def _service(claim: Claim, spec: VLLMSnapshotSpec, observed: Observed) -> Iterator[Action]:
+    """Ours is created, corrected and removed; a foreign one is never touched (status says NameConflict)."""
+    there = observed.service
+    if spec.serving.service == Toggle.ENABLED:
+        if there is None:
+            if pods.service_name_valid(claim.name):
+                yield CreateService()
+        elif there.ours and not there.current:
+            yield UpdateService(there.uid)
+    elif there is not None and there.ours:
+        yield DeleteService(there.uid)
+
+
+# --- artifacts ---------------------------------------------------------------------------------------------------------
+
+
+def _retention(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Iterator[DeleteContent]:
+    """Keep the newest `retain` identities per node, the current one first; remove what was superseded or came to nothing.
+
+    Never removed: what pods may still restart from, what a starting pod may be reading, and open orders (their agent
+    answers them). Contents of vanished nodes are not this plan's business (`plan_orphans`).
+    """
+    in_use = {replica.identity for replica in observed.pods if not replica.finished} | {identity}
+    by_node: dict[str, list[Content]] = defaultdict(list)
+    for item in observed.contents:
+        if not item.deleting and not item.pending and item.node in observed.nodes:
+            by_node[item.node].append(item)
+    for node in sorted(by_node):
+        starting = [replica for replica in observed.pods if replica.live and replica.node == node and not replica.released]
+        reading = {replica.identity for replica in starting}
+        doomed = _superseded(spec, in_use, by_node[node], observed)
+        kept = [item for item in by_node[node] if item.name not in {gone.name for gone, _ in doomed}]
+        last: dict[str, float] = defaultdict(float)
+        for item in kept:
+            last[item.identity] = max(last[item.identity], item.captured_at)
+        # Identities in use come first and count, so that `retain: 1` means one artifact once a rollout is over.
+        ranked = sorted(last, key=lambda key: (key != identity, key not in in_use, -last[key], key))
+        expired = {key for key in ranked[spec.artifact.retain :] if key not in in_use}
+        doomed += [(item, "beyond artifact.retain") for item in kept if item.identity in expired]
+        for item, why in doomed:
+            if not (observed.usable(item) and item.identity in reading):
+                yield DeleteContent(item, why)
+
+
+def _superseded(
+    spec: VLLMSnapshotSpec, in_use: set[str], contents: list[Content], observed: Observed
+) -> list[tuple[Content, str]]:
+    """Contents of one node that another of the same identity has replaced, and failures beyond those that are counted."""
+    doomed: list[tuple[Content, str]] = []
+    for identity in sorted({item.identity for item in contents}):
+        here = [item for item in contents if item.identity == identity]
+        best = newest(item for item in here if observed.usable(item))
+        others = sorted((item for item in here if item is not best), key=lambda item: (item.captured_at, item.name), reverse=True)
+        if best is not None:
+            doomed += [(item, f"superseded by {best.name}") for item in others]
+            continue
+        # No good one: the failures are the memory of how often it was tried, and what is stale may become true again.
+        failures = [item for item in others if item.failed or item.quarantined]
+        stale = [item for item in others if not (item.failed or item.quarantined)]
+        limit = spec.capture.retries + 1 if identity in in_use else 0
+        doomed += [(item, "came to nothing") for item in failures[limit:]] + [(item, "stale") for item in stale[1:]]
+    return doomed
+
+
+def plan_orphans(contents: Iterable[Content], nodes: frozenset[str]) -> list[Content]:
+    """Contents whose node does not exist any more: no agent is left to remove the files, and no files either."""
+    return [item for item in contents if item.node not in nodes]
+
+
+# --- deletion, time ----------------------------------------------------------------------------------------------------
+
+
+def _farewell(claim: Claim, observed: Observed) -> Iterator[Action]:
+    """Pods, then contents (unless they are retained), then the finalizer.
+
+    A content counts as gone once its deletion is recorded: its own finalizer makes its agent remove the files, and a node
+    that is down for a week must not keep the claim's namespace from being deleted.
+    """
+    if not claim.finalizer:
+        return
+    rest: list[Action] = [DeletePod(replica, "snapshot deleted") for replica in observed.pods if not replica.deleting]
+    if claim.deletion_policy == DeletionPolicy.DELETE:
+        rest += [DeleteContent(item, "snapshot deleted") for item in observed.contents if not item.deleting]
+    yield from rest
+    if not rest:
+        yield RemoveFinalizer()
+
+
+def _requeue(observed: Observed, revision: str, gate: Gate, now: float) -> float | None:
+    """Seconds until something changes without an event: the gate opens, or a finished pod may be replaced."""
+    moments = [replica.created + REPLACE_AFTER_S for replica in observed.pods if _cooling(replica, revision, now)]
+    if gate.until is not None:
+        moments.append(gate.until)
+    return max(0.0, min(moments) - now) + 0.1 if moments else None

@@ -1,0 +1,340 @@
+"""The status of a claim, from what was observed and what the last actions met. Pure.
+
+Conditions follow kstatus: Ready is True exactly when all that the spec asks for is there (so `helm --wait` and Argo wait for
+a rollout), Degraded and Stale are True when somebody should look. A condition's time moves only when its status flips, and
+everything else is a function of the input, so that at rest a pass computes what is written already and writes nothing.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from ..api import constants as c
+from ..api.types import Condition, SnapshotRecord, Timings, Toggle, VLLMSnapshotSpec, VLLMSnapshotStatus, duration, seconds
+from . import pods
+from .plan import Gate, spent
+from .world import Claim, Content, Observed, Replica, newest, rfc3339, timestamp
+
+R = c.Reason
+MESSAGE_LIMIT = 1024
+
+
+@dataclass(frozen=True)
+class Problem:
+    """Something that an action met and that a user can remedy."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """A condition without its times."""
+
+    status: bool
+    reason: str
+    message: str
+
+
+def compute(claim: Claim, observed: Observed, gate: Gate, problems: Sequence[Problem], now: float) -> VLLMSnapshotStatus:
+    """The whole status. `now` is used only for transition times."""
+    if claim.spec is None:
+        return _invalid(claim, observed, now)
+    spec, hashes = claim.spec, pods.template(claim.spec)
+    live = [replica for replica in observed.pods if replica.live]
+    updated = [replica for replica in live if replica.revision == hashes.revision]
+    ready = [replica for replica in live if replica.ready]
+    best = newest(item for item in observed.contents if item.identity == hashes.identity and observed.usable(item))
+    cold = [replica for replica in live if replica.start_mode == c.START_COLD]
+    verdicts = {
+        c.READY: _ready(spec, live, updated, gate, hashes.identity, observed),
+        c.SNAPSHOT_READY: _snapshot_ready(spec, hashes.identity, live, best, observed),
+        c.PROGRESSING: _progressing(spec, live, updated, gate),
+        c.DEGRADED: _degraded(claim, spec, hashes.identity, live, observed, problems),
+        c.STALE: _stale(hashes.identity, best, observed),
+    }
+    return VLLMSnapshotStatus(
+        observed_generation=claim.generation,
+        conditions=_conditions(claim, verdicts, now),
+        replicas=len(live),
+        ready_replicas=len(ready),
+        restored_replicas=sum(replica.restored for replica in live),
+        cold_replicas=len(cold),
+        updated_replicas=len(updated),
+        ready=f"{len(ready)}/{spec.replicas}",
+        selector=pods.selector_text(pods.selector(claim.name)),
+        revision=hashes.revision,
+        snapshot=_record(best),
+        timings=_timings(claim, observed),
+        cold_start_reason=_cold_start_reason(cold),
+    )
+
+
+def _invalid(claim: Claim, observed: Observed, now: float) -> VLLMSnapshotStatus:
+    """The spec cannot be read: pods are left as they are, and only conditions and counts are reported."""
+    live = [replica for replica in observed.pods if replica.live]
+    message = _short(f"nothing is changed until the spec is corrected: {claim.invalid}")
+    verdicts = {
+        c.READY: Verdict(False, R.INVALID_SPEC, message),
+        c.PROGRESSING: Verdict(False, R.INVALID_SPEC, message),
+        c.DEGRADED: Verdict(True, R.INVALID_SPEC, message),
+    }
+    last = claim.status or VLLMSnapshotStatus()
+    return last.model_copy(
+        update={
+            "observed_generation": claim.generation,
+            "conditions": _conditions(claim, verdicts, now),
+            "replicas": len(live),
+            "ready_replicas": sum(replica.ready for replica in live),
+            "restored_replicas": sum(replica.restored for replica in live),
+            "cold_replicas": sum(replica.start_mode == c.START_COLD for replica in live),
+            "updated_replicas": 0,
+            "selector": pods.selector_text(pods.selector(claim.name)),
+        }
+    )
+
+
+def changed(claim: Claim, status: VLLMSnapshotStatus) -> bool:
+    """Whether this status differs from the written one."""
+    return _comparable(status.dump()) != _comparable(claim.raw_status)
+
+
+def _comparable(status: Mapping[str, object]) -> dict[str, object]:
+    conditions = status.get("conditions") or []
+    assert isinstance(conditions, list)
+    return {**status, "conditions": {item["type"]: item for item in conditions}}
+
+
+def _conditions(claim: Claim, verdicts: Mapping[str, Verdict], now: float) -> list[Condition]:
+    before = {item.type: item for item in claim.conditions}
+    result = []
+    for kind, verdict in verdicts.items():
+        status = "True" if verdict.status else "False"
+        last = before.get(kind)
+        since = last.last_transition_time if last and last.status == status else rfc3339(now)
+        result.append(
+            Condition(
+                type=kind,
+                status="True" if verdict.status else "False",
+                observed_generation=claim.generation,
+                last_transition_time=since,
+                reason=verdict.reason,
+                message=_short(verdict.message),
+            )
+        )
+    return result
+
+
+def _short(text: str) -> str:
+    """At most MESSAGE_LIMIT characters: an admission webhook may answer with pages."""
+    return text if len(text) <= MESSAGE_LIMIT else text[: MESSAGE_LIMIT - 1] + "…"
+
+
+# --- conditions --------------------------------------------------------------------------------------------------------
+
+
+def _ready(
+    spec: VLLMSnapshotSpec, live: list[Replica], updated: list[Replica], gate: Gate, identity: str, observed: Observed
+) -> Verdict:
+    up = sum(replica.ready for replica in updated)
+    if spec.replicas == 0 and not live:
+        return Verdict(True, R.SCALED_TO_ZERO, "0 replicas are wanted; the artifacts are kept for the next start")
+    old = len(live) - len(updated)
+    if up == spec.replicas and not old and len(updated) == spec.replicas:
+        return Verdict(True, R.ALL_REPLICAS_READY, f"all {up} replicas are ready")
+    if old:
+        text = f"{len(updated)} of {spec.replicas} replicas are updated, {up} of them ready; {old} of the old revision left"
+        reason = R.ROLLING_UPDATE
+    elif not gate.open and len(updated) < spec.replicas:
+        text = f"{up} of {spec.replicas} replicas are ready; the others start when the first one has been captured"
+        reason = R.WAITING_FOR_SNAPSHOT
+    else:
+        text, reason = f"{up} of {spec.replicas} replicas are ready", R.REPLICAS_NOT_READY
+    waiting = next((replica for replica in sorted(updated, key=lambda item: item.created) if not replica.ready), None)
+    if waiting is not None:
+        text += "; " + _tell(spec, waiting, identity, observed)
+    return Verdict(False, reason, text)
+
+
+def _tell(spec: VLLMSnapshotSpec, replica: Replica, identity: str, observed: Observed) -> str:
+    """What happens with a replica that is not ready yet, for somebody who sees this for the first time."""
+    name, report = f"replica {replica.name}", replica.report
+    if replica.unschedulable:
+        return f"{name} is not scheduled: {replica.unschedulable}"
+    if replica.node is None:
+        return f"{name} waits for the scheduler"
+    if replica.waiting:
+        return f"{name} does not start: {replica.waiting}"
+    if replica.verified == "False" and replica.verified_reason in (R.CANARY_MISMATCH, R.ENGINE_FAILED):
+        return f"{name} is not verified: {replica.verified_reason}: {replica.verified_message}"
+    if replica.restored:
+        return f"{name} is restored from {report.content or 'an artifact'} on node {replica.node} ({report.state})"
+    if replica.start_mode == c.START_COLD:
+        order = next((item for item in observed.contents if item.source_uid == replica.uid and item.pending), None)
+        follows = "; capture follows" if order and report.state in ("Deciding", "Starting", "AtBarrier") else ""
+        why = ": ".join(filter(None, (report.reason, report.message)))
+        return f"{name} starts cold on node {replica.node} ({report.state}): {why or 'no reason was reported'}{follows}"
+    if replica.node not in observed.agents:
+        return f"{name} starts cold on node {replica.node}, where no agent is ready"
+    return f"{name} is starting on node {replica.node}"
+
+
+def _snapshot_ready(
+    spec: VLLMSnapshotSpec, identity: str, live: list[Replica], best: Content | None, observed: Observed
+) -> Verdict:
+    mine = [item for item in observed.contents if item.identity == identity and not item.deleting]
+    if best is not None:
+        nodes = sorted({item.node for item in mine if observed.usable(item)})
+        shown = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
+        return Verdict(True, R.CAPTURED, f"new replicas are restored on {_count(len(nodes), 'node')}: {shown}")
+    if spec.capture.policy == Toggle.DISABLED:
+        return Verdict(False, R.CAPTURE_DISABLED, "capture.policy is Disabled: every replica starts cold")
+    pending = newest(item for item in mine if item.pending)
+    if pending is not None:
+        return Verdict(
+            False,
+            pending.reason or R.WAITING_FOR_BARRIER,
+            f"{pending.name}: {pending.message or f'replica {pending.source} on node {pending.node} is captured when it is up'}",
+        )
+    lost = newest(item for item in mine if item.failed or item.quarantined)
+    if lost is not None:
+        tries = spent(observed, identity, lost.node)
+        left = tries <= spec.capture.retries
+        more = "the next cold start tries again" if left else "not tried again on this node; delete it to retry"
+        reason = R.CAPTURE_FAILED if lost.failed else R.ARTIFACT_QUARANTINED
+        return Verdict(False, reason, f"{lost.name} on node {lost.node}: {lost.reason}: {lost.message} ({more})")
+    if not observed.agents:
+        return Verdict(False, R.UNATTENDED, "no agent is ready on any node: every replica starts cold")
+    if any(replica.released for replica in live):
+        return Verdict(False, R.NO_ARTIFACT, "the replicas serve already; the next one that starts cold is captured")
+    return Verdict(False, R.NO_ARTIFACT, "the first replica is captured when it is up")
+
+
+def _progressing(spec: VLLMSnapshotSpec, live: list[Replica], updated: list[Replica], gate: Gate) -> Verdict:
+    if len(updated) < len(live):
+        return Verdict(True, R.ROLLING_UPDATE, f"{len(updated)} of {spec.replicas} replicas are updated")
+    if not gate.open and len(live) < spec.replicas:
+        seed = f"replica {gate.seed.name}" if gate.seed else "the first replica"
+        return Verdict(True, R.WAITING_FOR_SNAPSHOT, f"{spec.replicas - len(live)} replicas wait for the capture of {seed}")
+    if len(live) != spec.replicas or any(not replica.ready for replica in live):
+        return Verdict(True, R.REPLICAS_NOT_READY, f"{sum(r.ready for r in live)} of {spec.replicas} replicas are ready")
+    return Verdict(False, R.STABLE, "nothing to do")
+
+
+def _degraded(
+    claim: Claim, spec: VLLMSnapshotSpec, identity: str, live: list[Replica], observed: Observed, problems: Sequence[Problem]
+) -> Verdict:
+    """The most pressing trouble: what keeps replicas from existing, then from running, then from being restored."""
+    found = list(problems)
+    if spec.serving.service == Toggle.ENABLED:
+        if observed.service is not None and not observed.service.ours:
+            text = f"Service {claim.name} belongs to somebody else and is left alone; rename it or disable serving.service"
+            found.append(Problem(R.NAME_CONFLICT, text))
+        elif observed.service is None and not pods.service_name_valid(claim.name):
+            text = f"a Service cannot be called {claim.name}; set serving.service to Disabled or choose another name"
+            found.append(Problem(R.NAME_CONFLICT, text))
+    for replica in sorted(live, key=lambda item: item.name):
+        if replica.unschedulable:
+            found.append(Problem(R.POD_UNSCHEDULABLE, f"replica {replica.name}: {replica.unschedulable}"))
+        elif replica.verified == "False" and replica.verified_reason in (R.CANARY_MISMATCH, R.ENGINE_FAILED):
+            found.append(Problem(replica.verified_reason, f"replica {replica.name}: {replica.verified_message}"))
+        elif replica.waiting and not replica.ready:
+            found.append(Problem(R.ENGINE_FAILED, f"replica {replica.name}: {replica.waiting}"))
+        elif replica.report.reason == R.RESTORE_REQUIRED and not replica.ready:
+            found.append(Problem(R.RESTORE_REQUIRED, f"replica {replica.name}: {replica.report.message}"))
+    mine = [item for item in observed.contents if item.identity == identity and not item.deleting]
+    for item in sorted(mine, key=lambda item: item.name):
+        if item.quarantined:
+            found.append(Problem(R.ARTIFACT_QUARANTINED, f"{item.name} on node {item.node}: {item.message}"))
+    if spec.capture.policy == Toggle.ENABLED:
+        for node in sorted({item.node for item in mine if item.failed}):
+            usable = any(observed.usable(item) for item in mine if item.node == node)
+            if spent(observed, identity, node) > spec.capture.retries and not usable:
+                last = newest(item for item in mine if item.failed and item.node == node)
+                assert last is not None
+                found.append(Problem(R.CAPTURE_FAILED, f"node {node}: {last.reason}: {last.message}; replicas start cold there"))
+    if not found:
+        return Verdict(False, R.AS_EXPECTED, "")
+    more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
+    return Verdict(True, found[0].reason, _short(found[0].message)[: MESSAGE_LIMIT - 20] + more)
+
+
+def _stale(identity: str, best: Content | None, observed: Observed) -> Verdict:
+    """Artifacts that the node has moved away from. They are taken again with the next cold start there."""
+    reasons = [
+        f"{item.name}: {why}"
+        for item in sorted(observed.contents, key=lambda item: item.name)
+        if item.identity == identity and item.captured and not item.deleting and (why := observed.stale(item)) is not None
+    ]
+    if not reasons:
+        return Verdict(False, R.AS_EXPECTED, "")
+    return Verdict(True, R.ENVIRONMENT_CHANGED, "; ".join(reasons[:3]))
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number} {noun}" + ("" if number == 1 else "s")
+
+
+# --- the rest ----------------------------------------------------------------------------------------------------------
+
+
+def _record(best: Content | None) -> SnapshotRecord | None:
+    if best is None:
+        return None
+    artifact = best.status.artifact
+    return SnapshotRecord(
+        content=best.name,
+        identity=best.identity,
+        node=best.node,
+        bytes=artifact.bytes if artifact else None,
+        captured_at=artifact.captured_at if artifact else None,
+    )
+
+
+def _cold_start_reason(cold: list[Replica]) -> str | None:
+    last = max(cold, key=lambda item: (item.created, item.name), default=None)
+    if last is None or not last.report.reason:
+        return None
+    return _short(": ".join(filter(None, (last.report.reason, last.report.message))))
+
+
+def _phase(phases: Mapping[str, float] | None, *names: str) -> str | None:
+    """The first of these phases that is reported, as a duration."""
+    return next((duration(value) for name in names if (value := (phases or {}).get(name)) is not None), None)
+
+
+def _timings(claim: Claim, observed: Observed) -> Timings | None:
+    """Of the newest replica of each kind and the newest artifact. What nobody can tell any more stays as it was written."""
+    before = (claim.status.timings if claim.status else None) or Timings()
+    first = [replica for replica in observed.pods if replica.report.restarts == 0]
+    cold = _last_served(replica for replica in first if replica.start_mode == c.START_COLD)
+    restored = _last_served(replica for replica in first if replica.restored)
+    artifact = newest(item for item in observed.contents if item.captured)
+    phases = (artifact.status.phases if artifact else None) or {}
+    values = {
+        "cold_start": _served_after(cold) or before.cold_start,
+        "capture": phases.get("capture") or phases.get("total") or before.capture,
+        "freeze": phases.get("freeze") or phases.get("frozen") or before.freeze,
+        "restored_start": _served_after(restored) or before.restored_start,
+        "restore": _phase(restored.report.phases if restored else None, "restore") or before.restore,
+        "release": _phase(restored.report.phases if restored else None, "release", "release_to_serving_s") or before.release,
+    }
+    timings = Timings(**values, speedup=_speedup(values["cold_start"], values["restored_start"]))
+    return timings if timings != Timings() else None
+
+
+def _last_served(replicas: Iterable[Replica]) -> Replica | None:
+    """The newest of these that has come to serve (a restarted container's time would count from the pod's creation)."""
+    return max((item for item in replicas if item.report.serving_at), key=lambda item: (item.created, item.name), default=None)
+
+
+def _served_after(replica: Replica | None) -> str | None:
+    served = timestamp(replica.report.serving_at) if replica else 0.0
+    return duration(served - replica.created) if replica and served >= replica.created > 0 else None
+
+
+def _speedup(cold: str | None, restored: str | None) -> str | None:
+    if cold is None or restored is None or seconds(restored) <= 0:
+        return None
+    return f"{seconds(cold) / seconds(restored):.1f}x"

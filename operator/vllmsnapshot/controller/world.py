@@ -1,0 +1,290 @@
+"""What the operator sees: the claim, its pods, its contents and the cluster around them, as plain values.
+
+Parsing is total: an object written by somebody else (a report by a newer agent, a hand-edited condition) never raises here;
+what cannot be read counts as absent. Times are seconds since the epoch, as the API server's clock gave them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime
+from typing import Any
+
+from pydantic import ValidationError
+
+from ..api import constants as c
+from ..api.types import Condition, DeletionPolicy, PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec, VLLMSnapshotStatus
+
+Object = Mapping[str, Any]
+
+
+def timestamp(text: Any) -> float:
+    """An API time as seconds since the epoch; 0.0 for anything that is not one."""
+    try:
+        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
+    except ValueError:
+        return 0.0
+
+
+def rfc3339(seconds: float) -> str:
+    """Seconds since the epoch as an API time (whole seconds, UTC)."""
+    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+def condition(obj: Object, kind: str) -> Mapping[str, Any]:
+    """The condition of this type in an object's status; empty if there is none."""
+    for item in (obj.get("status") or {}).get("conditions") or []:
+        if item.get("type") == kind:
+            return dict(item)
+    return {}
+
+
+def is_true(obj: Object, kind: str) -> bool:
+    """Whether the condition of this type is True."""
+    return condition(obj, kind).get("status") == "True"
+
+
+def controlled_by(obj: Object, uid: str) -> bool:
+    """Whether the object's controller is the one with this UID: the only proof of ownership (labels can be copied)."""
+    return any(ref.get("controller") and ref.get("uid") == uid for ref in obj["metadata"].get("ownerReferences") or [])
+
+
+@dataclass(frozen=True, kw_only=True)
+class Claim:
+    """A VLLMSnapshot. `spec` is None where this version cannot read it; `invalid` then says why."""
+
+    namespace: str
+    name: str
+    uid: str
+    generation: int = 1
+    deleting: bool = False
+    finalizer: bool = False
+    deletion_policy: DeletionPolicy = DeletionPolicy.DELETE
+    spec: VLLMSnapshotSpec | None = None
+    invalid: str = ""
+    status: VLLMSnapshotStatus | None = None
+    raw_status: Mapping[str, Any] = field(default_factory=dict)
+
+    @classmethod
+    def parse(cls, obj: Object) -> Claim:
+        """From the API object."""
+        meta, raw = obj["metadata"], obj.get("spec") or {}
+        spec, invalid = None, ""
+        try:
+            spec = VLLMSnapshotSpec.model_validate(raw)
+        except ValidationError as e:
+            first = e.errors(include_url=False, include_input=False)[0]
+            invalid = f"spec.{'.'.join(str(part) for part in first['loc'])}: {first['msg']}"
+        status = None
+        with contextlib.suppress(ValidationError):
+            status = VLLMSnapshotStatus.model_validate(obj.get("status") or {})
+        policy = (raw.get("artifact") or {}).get("deletionPolicy")
+        return cls(
+            namespace=meta["namespace"],
+            name=meta["name"],
+            uid=meta["uid"],
+            generation=meta.get("generation", 1),
+            deleting="deletionTimestamp" in meta,
+            finalizer=c.FINALIZER_SNAPSHOT in (meta.get("finalizers") or []),
+            deletion_policy=DeletionPolicy.RETAIN if policy == DeletionPolicy.RETAIN else DeletionPolicy.DELETE,
+            spec=spec,
+            invalid=invalid,
+            status=status,
+            raw_status=obj.get("status") or {},
+        )
+
+    @property
+    def conditions(self) -> list[Condition]:
+        """The conditions as they were written last."""
+        return (self.status.conditions if self.status else None) or []
+
+
+@dataclass(frozen=True, kw_only=True)
+class Replica:
+    """A pod that this claim controls."""
+
+    name: str
+    uid: str
+    revision: str
+    identity: str
+    created: float
+    node: str | None = None
+    deleting: bool = False
+    finished: bool = False
+    finished_message: str = ""
+    ready: bool = False
+    containers_ready: bool = False
+    verified: str = ""
+    verified_reason: str = ""
+    verified_message: str = ""
+    start_mode: str = ""
+    unschedulable: str = ""
+    waiting: str = ""
+    report: PodReport = field(default_factory=PodReport)
+
+    @classmethod
+    def parse(cls, obj: Object) -> Replica:
+        """From the API object."""
+        meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
+        labels, annotations = meta.get("labels") or {}, meta.get("annotations") or {}
+        try:
+            report = PodReport.model_validate_json(annotations.get(c.ANNOTATION_REPORT) or "{}")
+        except ValidationError:
+            report = PodReport()
+        scheduled, verified = condition(obj, "PodScheduled"), condition(obj, c.CONDITION_VERIFIED)
+        unschedulable = scheduled.get("message") or "" if scheduled.get("status") == "False" else ""
+        return cls(
+            name=meta["name"],
+            uid=meta["uid"],
+            revision=labels.get(c.LABEL_REVISION, ""),
+            identity=labels.get(c.LABEL_IDENTITY, ""),
+            created=timestamp(meta.get("creationTimestamp")),
+            node=spec.get("nodeName") or None,
+            deleting="deletionTimestamp" in meta,
+            finished=status.get("phase") in ("Failed", "Succeeded"),
+            finished_message=": ".join(filter(None, (status.get("reason"), status.get("message")))),
+            ready=is_true(obj, "Ready"),
+            containers_ready=is_true(obj, "ContainersReady"),
+            verified=verified.get("status") or "",
+            verified_reason=verified.get("reason") or "",
+            verified_message=verified.get("message") or "",
+            start_mode=report.start or labels.get(c.LABEL_START_MODE, ""),
+            unschedulable=unschedulable,
+            waiting=_waiting(status),
+            report=report,
+        )
+
+    @property
+    def live(self) -> bool:
+        """It counts as a replica: neither finished nor on its way out."""
+        return not self.deleting and not self.finished
+
+    @property
+    def available(self) -> bool:
+        """It serves verified answers now."""
+        return self.live and self.ready
+
+    @property
+    def restored(self) -> bool:
+        """It came up from an artifact."""
+        return self.start_mode == c.START_RESTORE
+
+    @property
+    def released(self) -> bool:
+        """Past the barrier: nothing can be captured from it any more."""
+        return self.ready or self.containers_ready or self.report.state in ("Released", "Serving")
+
+
+def _waiting(status: Mapping[str, Any]) -> str:
+    """Why a container of the pod does not run (image pull, configuration, crash loop), as the kubelet says it."""
+    for item in (*(status.get("initContainerStatuses") or []), *(status.get("containerStatuses") or [])):
+        state = (item.get("state") or {}).get("waiting") or {}
+        if state.get("reason") not in (None, "ContainerCreating", "PodInitializing"):
+            return ": ".join(filter(None, (state["reason"], state.get("message"))))
+    return ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Content:
+    """An artifact on a node, ordered or taken."""
+
+    name: str
+    uid: str
+    identity: str
+    node: str
+    source_uid: str
+    source: str = ""
+    created: float = 0.0
+    deleting: bool = False
+    captured: bool = False
+    failed: bool = False
+    quarantined: bool = False
+    reason: str = ""
+    message: str = ""
+    captured_at: float = 0.0
+    status: VLLMSnapshotContentStatus = field(default_factory=VLLMSnapshotContentStatus)
+
+    @classmethod
+    def parse(cls, obj: Object) -> Content:
+        """From the API object."""
+        meta, spec = obj["metadata"], obj.get("spec") or {}
+        try:
+            status = VLLMSnapshotContentStatus.model_validate(obj.get("status") or {})
+        except ValidationError:
+            status = VLLMSnapshotContentStatus()
+        captured, failed, quarantined = (is_true(obj, kind) for kind in (c.CAPTURED, c.FAILED, c.QUARANTINED))
+        shown = condition(obj, c.QUARANTINED if quarantined else c.FAILED if failed else c.CAPTURED)
+        source = spec.get("sourcePod") or {}
+        created = timestamp(meta.get("creationTimestamp"))
+        return cls(
+            name=meta["name"],
+            uid=meta["uid"],
+            identity=spec.get("identity") or "",
+            node=spec.get("nodeName") or "",
+            source_uid=source.get("uid") or "",
+            source=source.get("name") or "",
+            created=created,
+            deleting="deletionTimestamp" in meta,
+            captured=captured and not failed,
+            failed=failed,
+            quarantined=quarantined,
+            reason=shown.get("reason") or "",
+            message=shown.get("message") or "",
+            captured_at=timestamp(status.artifact.captured_at) if status.artifact else created,
+            status=status,
+        )
+
+    @property
+    def pending(self) -> bool:
+        """Ordered, and the agent has not answered yet."""
+        return not (self.captured or self.failed or self.deleting)
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServiceView:
+    """The Service of the claim's name: whether it is ours, and whether it is as it should be."""
+
+    uid: str
+    ours: bool
+    current: bool
+
+
+@dataclass(frozen=True, kw_only=True)
+class Observed:
+    """Everything a plan may depend on, besides the claim and the time."""
+
+    pods: tuple[Replica, ...] = ()
+    taken: frozenset[str] = frozenset()
+    """Names of pods that carry the claim's labels without being its own (a predecessor's, still terminating)."""
+    contents: tuple[Content, ...] = ()
+    agents: frozenset[str] = frozenset()
+    """Nodes with a Ready agent."""
+    nodes: frozenset[str] = frozenset()
+    environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
+    """What the agents say of their nodes (VLLMSnapshotNode)."""
+    service: ServiceView | None = None
+
+    def stale(self, content: Content) -> str | None:
+        """Which fact of the node is not what it was at capture, or None. Only facts that both sides know are compared."""
+        then, now = content.status.environment or {}, self.environments.get(content.node) or {}
+        for name in sorted(then.keys() & now.keys()):
+            if then[name] != now[name]:
+                return f"{name} was {then[name]!r} at capture and is {now[name]!r} on node {content.node} now"
+        return None
+
+    def usable(self, content: Content) -> bool:
+        """A replica of its identity on its node may be restored from it."""
+        return (
+            content.captured
+            and not content.quarantined
+            and not content.deleting
+            and content.node in self.nodes
+            and self.stale(content) is None
+        )
+
+
+def newest(contents: Iterable[Content]) -> Content | None:
+    """The one captured last (by name where the second is the same)."""
+    return max(contents, key=lambda item: (item.captured_at, item.name), default=None)
