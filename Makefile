@@ -55,7 +55,7 @@ lint: venv ## ruff, mypy --strict, import layers, shell scripts
 .PHONY: generate
 generate: venv ## Regenerate the CRDs, the chart's copy and the plain manifests
 	$(PY) -m vllmsnapshot.api.crd deploy/crds
-	$(PY) -m tests.generate
+	HELM="$$($(PY) -c 'from tests.chart import helm; print(helm())')" $(PY) deploy/manifests/generate.py
 
 .PHONY: test test-unit test-controlplane test-node test-e2e
 test: lint prepare ## Everything: lint, unit, controlplane, node (real CRIU), e2e (real vLLM)

@@ -24,6 +24,8 @@ from kubernetes.aio.client.configuration import Configuration
 from .api import constants as c
 
 Object = dict[str, Any]
+Objects = list[Object]
+"""Named, because inside `Kube` the word list is a method."""
 
 REQUEST_TIMEOUT_S = 30.0
 """Limit of one request (seconds); longer than the API server's own 15 s webhook limit, shorter than our resync."""
@@ -116,16 +118,18 @@ class Kube:
         configuration = Configuration()
         if kubeconfig is None:
             try:
-                kube_config.load_incluster_config(client_configuration=configuration)
+                kube_config.load_incluster_config(client_configuration=configuration)  # type: ignore[no-untyped-call]
                 return cls(ApiClient(configuration))
             except kube_config.ConfigException:
                 pass
-        await kube_config.load_kube_config(config_file=kubeconfig, context=context, client_configuration=configuration)
+        await kube_config.load_kube_config(  # type: ignore[no-untyped-call]
+            config_file=kubeconfig, context=context, client_configuration=configuration
+        )
         return cls(ApiClient(configuration))
 
     async def close(self) -> None:
         """Close the connections."""
-        await self._client.close()
+        await self._client.close()  # type: ignore[no-untyped-call]
 
     async def __aenter__(self) -> Self:
         return self
@@ -155,7 +159,7 @@ class Kube:
         return result if isinstance(result, dict) else {"items": result}
 
     async def _send(
-        self, method: str, path: str, query: Mapping[str, Any] | None, body: Any, content_type: str, timeout: aiohttp.ClientTimeout
+        self, method: str, path: str, query: Mapping[str, Any] | None, body: Any, content_type: str, limit: aiohttp.ClientTimeout
     ) -> aiohttp.ClientResponse:
         url = self._client.configuration.host + path
         params = {k: v for k, v in (query or {}).items() if v is not None}
@@ -165,7 +169,9 @@ class Kube:
         try:
             # Refreshes the service account's token, which expires within the hour.
             await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
-            answer = await self._client.rest_client.request(method, url, headers=headers, body=body, _request_timeout=timeout)
+            answer = await self._client.rest_client.request(  # type: ignore[no-untyped-call]
+                method, url, headers=headers, body=body, _request_timeout=limit
+            )
             response: aiohttp.ClientResponse = answer.response
             if response.status < 400:
                 return response
@@ -185,16 +191,16 @@ class Kube:
 
     async def list(
         self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
-    ) -> list[Object]:
+    ) -> Objects:
         """All objects, live from etcd (not from the watch cache: a stale list has made operators act twice)."""
         items, _ = await self.list_with_version(resource, namespace, labels=labels, fields=fields)
         return items
 
     async def list_with_version(
         self, resource: Resource, namespace: str | None = None, *, labels: str | None = None, fields: str | None = None
-    ) -> tuple[list[Object], str]:
+    ) -> tuple[Objects, str]:
         """As `list`, with the resource version from which a watch continues."""
-        items: list[Object] = []
+        items: Objects = []
         token: str | None = None
         while True:
             page = await self.request(
@@ -237,7 +243,7 @@ class Kube:
         )
 
     async def patch(
-        self, resource: Resource, name: str, namespace: str | None, operations: list[Object], manager: str
+        self, resource: Resource, name: str, namespace: str | None, operations: Objects, manager: str
     ) -> Object | None:
         """JSON patch, all or nothing (`test` operations guard it: 422 when one fails); None if the object is gone."""
         try:

@@ -1,4 +1,4 @@
-"""The custom resources as pydantic models. `api/crd.py` turns them into the CRDs in deploy/crds; what is refused, and why, is here.
+"""The custom resources as pydantic models. `api/crd.py` turns them into deploy/crds; what is refused, and why, is here.
 
 Conventions (Kubernetes API conventions and kube-api-linter): no floats (durations in status are strings like `4.31s`, as
 metav1.Duration), no booleans in spec (enums grow, booleans do not), every string and list is bounded so that the cost of the
@@ -117,8 +117,7 @@ class EnvVar(Model):
     RULES: ClassVar[list[CEL]] = [
         CEL("!(has(self.value) && has(self.valueFrom))", "value and valueFrom exclude each other"),
         CEL(
-            f"!self.name.startsWith('{c.ENV_RESERVED_PREFIX}') || self.name in "
-            "['VLLMSNAPSHOT_ENGINE', 'VLLMSNAPSHOT_SERVER']",
+            f"!self.name.startsWith('{c.ENV_RESERVED_PREFIX}') || self.name in ['VLLMSNAPSHOT_ENGINE', 'VLLMSNAPSHOT_SERVER']",
             f"names that start with {c.ENV_RESERVED_PREFIX} are set by the operator",
             "FieldValueForbidden",
             ".name",
@@ -191,9 +190,9 @@ class Serving(Model):
         Toggle, Field(description="Enabled: replicas use the node's network, each on a port assigned out of portRange.")
     ] = Toggle.DISABLED
     port_range: PortRange | None = None
-    service: Annotated[Toggle, Field(description="Enabled: a Service with the snapshot's name in front of the ready replicas.")] = (
-        Toggle.ENABLED
-    )
+    service: Annotated[
+        Toggle, Field(description="Enabled: a Service with the snapshot's name in front of the ready replicas.")
+    ] = Toggle.ENABLED
 
 
 class Capture(Model):
@@ -203,11 +202,10 @@ class Capture(Model):
     timeout_seconds: Annotated[
         int, Field(ge=10, le=3600, description="Limit of one capture at the barrier. When it has passed, the replica serves.")
     ] = 300
-    retries: Annotated[
-        int, Field(ge=0, le=10, description="Captures tried again per node and identity after a failed one.")
-    ] = 2
+    retries: Annotated[int, Field(ge=0, le=10, description="Captures tried again per node and identity after a failed one.")] = 2
     max_artifact_bytes: Annotated[
-        int | None, Field(ge=1 << 20, description="A larger artifact is refused before it is written. Unset: only disk space limits.")
+        int | None,
+        Field(ge=1 << 20, description="A larger artifact is refused before it is written. Unset: only disk space limits."),
     ] = None
     weights: Annotated[Weights, Field(description="Discard: weights are read from the model again on restore.")] = Weights.DISCARD
     seed_timeout_seconds: Annotated[
@@ -215,7 +213,8 @@ class Capture(Model):
         Field(
             ge=0,
             le=7200,
-            description="How long further replicas of a new revision wait for the first one's capture before they start cold too.",
+            description="How long further replicas of a new revision wait for the first one's capture before they start "
+            "cold too.",
         ),
     ] = 600
 
@@ -279,16 +278,16 @@ _POD_FORBIDDEN: dict[str, tuple[Literal["boolean", "string", "array"], str]] = {
 
 
 class PodTemplate(Model):
-    """Overlay on the replica's pod: volumes, mounts, placement, service account, sidecars. The container `engine` is merged by name."""
+    """Overlay on the replica's pod: volumes, mounts, placement, service account, sidecars. Container `engine` is merged by name."""
 
     RULES: ClassVar[list[CEL]] = [
         CEL(f"!has(self.spec) || !has(self.spec.{name})", f"spec.{name}: {why}", "FieldValueForbidden", ".spec")
         for name, (_, why) in _POD_FORBIDDEN.items()
     ]
     metadata: PodMetadata | None = None
-    spec: Annotated[
-        dict[str, Any] | None, PreserveUnknown(tuple((name, kind) for name, (kind, _) in _POD_FORBIDDEN.items()))
-    ] = None
+    spec: Annotated[dict[str, Any] | None, PreserveUnknown(tuple((name, kind) for name, (kind, _) in _POD_FORBIDDEN.items()))] = (
+        None
+    )
 
 
 def _flag(*names: str) -> str:
@@ -356,7 +355,9 @@ class VLLMSnapshotSpec(Model):
             field_path=".args",
         ),
     ]
-    model: Annotated[str, StringConstraints(min_length=1, max_length=512), Field(description="Model name or path, as `vllm serve`.")]
+    model: Annotated[
+        str, StringConstraints(min_length=1, max_length=512), Field(description="Model name or path, as `vllm serve`.")
+    ]
     revision: Annotated[
         str | None, StringConstraints(min_length=1, max_length=128), Field(description="Revision of the model, as `--revision`.")
     ] = None
@@ -364,9 +365,7 @@ class VLLMSnapshotSpec(Model):
         str, StringConstraints(min_length=1, max_length=512), Field(description="Image with vLLM and the snapshot child.")
     ]
     image_pull_policy: Literal["Always", "IfNotPresent", "Never"] | None = None
-    args: Annotated[
-        list[Arg] | None, Field(max_length=128, description="Arguments of `vllm serve`."), tuple(ARGS_RULES)
-    ] = None
+    args: Annotated[list[Arg] | None, Field(max_length=128, description="Arguments of `vllm serve`."), tuple(ARGS_RULES)] = None
     env: Annotated[list[EnvVar] | None, Field(max_length=128), ListMap("name")] = None
     resources: Resources | None = None
     replicas: Annotated[
@@ -431,9 +430,7 @@ class VLLMSnapshotStatus(Model):
     revision: Annotated[str, StringConstraints(max_length=64)] | None = None
     snapshot: SnapshotRecord | None = None
     timings: Timings | None = None
-    cold_start_reason: Annotated[
-        Message | None, Field(description="Why the newest replica that started cold did so.")
-    ] = None
+    cold_start_reason: Annotated[Message | None, Field(description="Why the newest replica that started cold did so.")] = None
 
 
 class VLLMSnapshot(Model):
@@ -478,7 +475,9 @@ class ArtifactRecord(Model):
     """The files on the node."""
 
     bytes: Annotated[int, Field(ge=0)]
-    digest: Annotated[str, StringConstraints(max_length=128), Field(description="sha256 of the manifest, which lists a digest per file.")]
+    digest: Annotated[
+        str, StringConstraints(max_length=128), Field(description="sha256 of the manifest, which lists a digest per file.")
+    ]
     captured_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
 
 
@@ -567,7 +566,7 @@ class PodSettings(Model):
 
 
 class PodReport(Model):
-    """ANNOTATION_REPORT: what happened in a pod (agent -> operator). Seconds are floats here: an annotation is not a CRD field."""
+    """ANNOTATION_REPORT: what happened in a pod (agent -> operator). Seconds are floats: an annotation is not a CRD field."""
 
     incarnation: str = ""
     start: Literal["", "cold", "restore"] = ""
