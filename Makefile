@@ -33,7 +33,7 @@ prepare: venv ## Build everything that is cached: binaries, images, model
 
 .PHONY: demo
 demo: venv ## Run the main job on a local cluster: apply, capture, scale to 3, crash, recover (KEEP=1 leaves the cluster up)
-	@$(PY) -m tests.demo --cluster $(CLUSTER) $(if $(KEEP),--keep)
+	@$(PY) -m tests.demo --cluster $(CLUSTER) --name $(NAME) $(if $(KEEP),--keep)
 
 .PHONY: up down status kubectl
 up: venv ## Start the local cluster

@@ -174,21 +174,22 @@ def verdict(result: dict[str, Any]) -> list[str]:
     return faults
 
 
-def _cluster(kind: str, progress: Progress) -> Cluster | Kind:
+def _cluster(kind: str, name: str, progress: Progress) -> Cluster | Kind:
     if kind == "kind":
-        return kind_cluster("dev", progress)
-    return local_cluster("dev", ["child"], progress, model=True)
+        return kind_cluster(name, progress)
+    return local_cluster(name, ["child"], progress, model=True)
 
 
 def main() -> int:
     """Run the demo; exit status 1 if it did not show what it should."""
     parser = argparse.ArgumentParser(prog="python -m tests.demo", description=__doc__)
     parser.add_argument("--cluster", choices=("local", "kind"), default="local")
+    parser.add_argument("--name", default="dev", help="name of the cluster")
     parser.add_argument("--keep", action="store_true", help="leave the cluster up")
     parser.add_argument("--output", type=Path, default=ROOT / "build/demo.json")
     options = parser.parse_args()
     progress = Progress()
-    cluster = _cluster(options.cluster, progress)
+    cluster = _cluster(options.cluster, options.name, progress)
     try:
         with cluster.enter_network():
             try:

@@ -8,9 +8,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -104,7 +105,7 @@ class System:
         end = time.monotonic() + timeout_s
         while True:
             value = await probe()
-            if value:
+            if value is not None and value is not False:
                 return value
             if time.monotonic() > end:
                 pods = self.backend.kubectl("get", "vsnap,vsnapcontent,pods", "-A", "-o", "wide")
@@ -238,33 +239,54 @@ def install(backend: Backend, values: Sequence[str] = ()) -> None:
         str(ROOT / "tests/e2e/values.yaml"),
         *(f"--set={v}" for v in values),
         "--wait",
-        "--timeout=50s",
+        "--timeout=180s",
     )
 
 
-def local_cluster(name: str, images: Sequence[str], progress: Progress, *, model: bool = False) -> Cluster:
-    """A running local cluster with these images on its node and, if wanted, the model where the examples expect it."""
+def local_cluster(
+    name: str, images: Sequence[str], progress: Progress, *, model: bool = False, fresh: bool = True, values: Sequence[str] = ()
+) -> Cluster:
+    """A running local cluster with these images on its node and, if wanted, the model where the examples expect it.
+
+    Not `fresh`: one that is up is taken over as it is, with the present images and chart.
+    """
     from tests.cluster import images as builds
     from tests.cluster import model as models
 
     built = builds.build_all(["operator", *images], progress)
     weights = models.smollm2(progress) if model else None
     cluster = Cluster(name, progress=progress)
-    cluster.up(fresh=True)
+    used = not fresh and cluster.healthy()
+    cluster.up(fresh=fresh)
     try:
         for image in built:
             cluster.load_image(image)
-        if weights is not None:
+        if weights is not None and not used:
             target = f"{MODELS}/smollm2"
             cluster.exec(["mkdir", "-p", target])
             cluster.exec(["mount", "--bind", "-o", "ro", str(weights.resolve()), target])
         with progress.step("installing the chart with Helm"):
-            install(cluster, [f"agent.kubeletDir={cluster.kubelet_dir}", f"agent.storeDir={cluster.store_dir}"])
+            if used:  # the tag of the image is the same, so Helm would not start its pods again
+                cluster.kubectl("-n", SYSTEM_NAMESPACE, "delete", "pods", "--all", "--grace-period=1")
+            install(cluster, [f"agent.kubeletDir={cluster.kubelet_dir}", f"agent.storeDir={cluster.store_dir}", *values])
     except BaseException:
         diagnose(cluster)
-        cluster.down()
+        if fresh:
+            cluster.down()
         raise
     return cluster
+
+
+@contextlib.contextmanager
+def suite_cluster(name: str, images: Sequence[str], *, model: bool = False) -> Iterator[Cluster]:
+    """`local_cluster` for a test suite, taken down whatever happens. With VLLMSNAPSHOT_KEEP set it is kept for the next run."""
+    keep = bool(os.environ.get("VLLMSNAPSHOT_KEEP"))
+    cluster = local_cluster(name, images, Progress(), model=model, fresh=not keep)
+    try:
+        yield cluster
+    finally:
+        if not keep:
+            cluster.down()
 
 
 def diagnose(backend: Backend) -> None:

@@ -104,8 +104,8 @@ class Control:
         self.incarnation = os.environ.get("VLLMSNAPSHOT_INCARNATION", "")
 
     def put(self, message: protocol.Message, path: str | None = None) -> None:
-        """Write a file next to the ready file (or at `path`)."""
-        directory, name = os.path.split(path or os.path.join(os.path.dirname(self.ready), message.FILE))
+        """Write a file next to the release file (or at `path`)."""
+        directory, name = os.path.split(path or os.path.join(os.path.dirname(self.release), message.FILE))
         with protocol.open_dir(directory) as fd:
             protocol.write(fd, name, message.to_dict())
 

@@ -9,7 +9,7 @@ from typing import Final
 
 from tests.cluster import cache, host
 from tests.cluster.errors import ClusterError
-from tests.cluster.process import run
+from tests.cluster.process import contained, run
 from tests.cluster.progress import Progress
 
 KUBERNETES_VERSION: Final = "1.36.3"
@@ -127,7 +127,7 @@ def _go_build(module: Path, target: Target, directory: Path) -> None:
         command += ["-tags", target.tags]
     # With a trailing slash the output is a directory and every binary is named after its package.
     command += ["-o", str(directory / target.output) if target.output else f"{directory}/", *target.packages]
-    run(command, cwd=module, env={**host.go_environment(), "CGO_ENABLED": "1" if target.cgo else "0"}, timeout=3600)
+    run(contained(command), cwd=module, env={**host.go_environment(), "CGO_ENABLED": "1" if target.cgo else "0"}, timeout=3600)
 
 
 def module_directory(group: Group, module: str) -> Path:

@@ -25,6 +25,14 @@ def cache_root() -> Path:
     return root
 
 
+def scoped(name: str) -> str:
+    """A name for something that is the machine's (a cgroup) and must not be shared by two caches on it."""
+    root = cache_root()
+    if root == Path.home() / ".cache" / "vllmsnapshot":
+        return name
+    return f"{name}.{hashlib.sha256(str(root).encode()).hexdigest()[:8]}"
+
+
 def digest(*parts: str | bytes | Path) -> str:
     """Hash strings, bytes and the *contents* of files and directory trees, unambiguously, to 64 hex digits."""
     total = hashlib.sha256()
@@ -103,7 +111,8 @@ def publish(
         for stale in base.glob(f"{prefix}*"):
             # We hold the lock, so whoever wrote this is gone.
             shutil.rmtree(stale)
-        temporary = base / f"{prefix}{key[:16]}"
+        # With the PID, so that a command which outlives a killed builder writes to a place that is nobody's.
+        temporary = base / f"{prefix}{key[:16]}-{os.getpid()}"
         temporary.mkdir()
         try:
             build(temporary)

@@ -49,7 +49,7 @@ class Cluster:
             raise ClusterError(f"path too long for the sockets in it: {self._run_directory} (set XDG_CACHE_HOME)")
         self._paths = Paths(self._run_directory)
         self._kept_logs = root / "logs" / name
-        self._cgroup = f"vllmsnapshot-{name}"
+        self._cgroup = cache.scoped(f"vllmsnapshot-{name}")
 
     def __enter__(self) -> Cluster:
         self.up(fresh=True)

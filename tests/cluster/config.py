@@ -290,6 +290,9 @@ def controller_manager(paths: Paths, mode: Mode) -> Daemon:
             f"--root-ca-file={certificates}/ca.crt",
             f"--cluster-signing-cert-file={certificates}/ca.crt",
             f"--cluster-signing-key-file={certificates}/ca.key",
+            # At the default of 20 requests a second its start alone takes 4 s.
+            "--kube-api-qps=500",
+            "--kube-api-burst=1000",
             # The default of 15 s would make every autoscaling test wait.
             "--horizontal-pod-autoscaler-sync-period=3s",
         ),

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.cluster import cache, host, oci
-from tests.cluster.process import run
+from tests.cluster.process import contained, run
 from tests.cluster.progress import Progress
 
 SUITE: Final = "bookworm"
@@ -63,15 +63,11 @@ def base_image(progress: Progress) -> oci.Image:
         host.ensure(("debootstrap",), progress)
         root = directory / "root"
         with progress.step(f"debootstrap {SUITE}"):
+            include = f"--include={','.join(_PACKAGES)}"
             run(
-                [
-                    "debootstrap",
-                    "--variant=minbase",
-                    f"--include={','.join(_PACKAGES)}",
-                    SUITE,
-                    root,
-                    mirror(),
-                ],
+                # Contained above all because it mounts /proc and /sys in the new root: left behind by a kill, they would
+                # be in the way of whoever removes it.
+                contained(["debootstrap", "--variant=minbase", include, SUITE, root, mirror()]),
                 log=directory / "debootstrap.log",
                 env={"PATH": host.search_path()},
                 timeout=1800,

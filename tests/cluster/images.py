@@ -23,8 +23,10 @@ ROOT: Final = Path(__file__).resolve().parents[2]
 WHEELS_VARIABLE: Final = "VLLMSNAPSHOT_WHEELS"
 #: What `build-images` builds when it is told nothing.
 NAMES: Final = ("operator", "child", "engine")
-_CGROUP: Final = "vllmsnapshot-buildkit"
+_CGROUP: Final = "vllmsnapshot.buildkit"
 _BUILD_SECONDS: Final = 3600.0
+#: A CPU vLLM image takes 2 GB of it and as much again while its layers change.
+_BUILD_CACHE: Final = "16GB"
 
 
 @dataclass(frozen=True)
@@ -233,12 +235,13 @@ def builder(progress: Progress) -> Iterator[Builder]:
     with cache.lock("buildkit", on_wait=lambda: progress.note("another process builds images; waiting for it")):
         state.mkdir(parents=True, exist_ok=True)
         # The lock is ours, so what an interrupted build left has no owner.
-        cgroups.remove(_CGROUP)
+        cgroup = cache.scoped(_CGROUP)
+        cgroups.remove(cgroup)
         work = Path(tempfile.mkdtemp(prefix="build-", dir=state))
         try:
             socket = work / "buildkitd.sock"
             settings = work / "buildkitd.toml"
-            settings.write_text(_settings(state / "state", socket, node / "runc"))
+            settings.write_text(_settings(state / "state", socket, node / "runc", cgroup))
             log = root / "logs" / "buildkitd.log"
             log.unlink(missing_ok=True)
             buildctl = buildkit / "buildctl"
@@ -246,11 +249,11 @@ def builder(progress: Progress) -> Iterator[Builder]:
                 store.wait_for(process, [buildctl, f"--addr=unix://{socket}", "debug", "workers"], log)
                 yield Builder(buildctl, socket, work)
         finally:
-            cgroups.remove(_CGROUP)
+            cgroups.remove(cgroup)
             shutil.rmtree(work, ignore_errors=True)
 
 
-def _settings(state: Path, socket: Path, runc: Path) -> str:
+def _settings(state: Path, socket: Path, runc: Path, cgroup: str) -> str:
     return f"""root = "{state}"
 
 [grpc]
@@ -260,8 +263,9 @@ def _settings(state: Path, socket: Path, runc: Path) -> str:
   enabled = true
   binary = "{runc}"
   snapshotter = "overlayfs"
-  defaultCgroupParent = "/{_CGROUP}"
+  defaultCgroupParent = "/{cgroup}"
   gc = true
+  maxUsedSpace = "{_BUILD_CACHE}"
 
 [worker.containerd]
   enabled = false

@@ -17,22 +17,19 @@ from typing import Final
 
 from tests.cluster import cache, config
 from tests.cluster.errors import ClusterError
-from tests.cluster.process import run, tail_of
+from tests.cluster.process import contained, run, tail_of
 
 _SLOTS: Final = 8
 
 
 @contextlib.contextmanager
 def sandboxed(command: Sequence[str | Path], log: Path) -> Iterator[subprocess.Popen[bytes]]:
-    """Run a daemon in its own mount and PID namespaces for the length of a block, and certainly not longer.
-
-    Its mounts and children end with it, and it ends with the calling thread, even if that is killed.
-    """
-    argv = ["setpriv", "--pdeathsig", "KILL", "unshare", "--mount", "--propagation", "private", "--pid", "--fork"]
-    argv += ["--mount-proc", "--kill-child=KILL", "--", *(str(part) for part in command)]
+    """Run a daemon, contained (see :func:`tests.cluster.process.contained`), for the length of a block."""
     log.parent.mkdir(parents=True, exist_ok=True)
     with log.open("ab") as output:
-        process = subprocess.Popen(argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True)
+        process = subprocess.Popen(
+            contained(command), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+        )
     try:
         yield process
     finally:
@@ -110,5 +107,11 @@ def _delete_all(ctr: Sequence[str | Path]) -> None:
         fields = line.split()
         if fields and fields[-1] != "Committed":
             run([*ctr, "snapshots", "--snapshotter", "overlayfs", "rm", fields[0]], check=False)
+    # CRI adds a name of its own to every image, by its ID, which keeps the content of a replaced build alive for ever.
+    images = [line.split()[:3] for line in run([*ctr, "images", "ls"]).stdout.splitlines()[1:] if line.strip()]
+    named = {target for reference, _, target in images if not reference.startswith("sha256:")}
+    stale = [reference for reference, _, target in images if target not in named]
+    if stale:
+        run([*ctr, "images", "rm", "--sync", *stale])
     for line in run([*ctr, "leases", "ls", "-q"], check=False).stdout.split():
         run([*ctr, "leases", "rm", line], check=False)

@@ -2,75 +2,30 @@
 
 from __future__ import annotations
 
-import asyncio
 import copy
 import json
 import re
-from collections.abc import Awaitable, Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import pytest
 import yaml
 
+from tests.apiserver import HPAS, Api, Object
 from tests.cluster import Cluster
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.crd import all_crds
 from vllmsnapshot.api.types import VLLMSnapshotSpec
-from vllmsnapshot.kube import CONTENTS, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube, Resource
+from vllmsnapshot.kube import SNAPSHOTS, ApiError
 from vllmsnapshot_child.vllm_engine import REFUSED
 
 ROOT = Path(__file__).parents[2]
 EXAMPLES = ROOT / "deploy" / "examples"
 REJECTED = ROOT / "tests" / "samples" / "rejected"
 
-Object = dict[str, Any]
-T = TypeVar("T")
-
-HPAS = Resource("autoscaling", "v2", "horizontalpodautoscalers", "HorizontalPodAutoscaler")
-CLAIMS = Resource("", "v1", "persistentvolumeclaims", "PersistentVolumeClaim")
-KINDS = {r.kind: r for r in (SNAPSHOTS, CONTENTS, SNAPSHOT_NODES, HPAS, CLAIMS)}
 FOREIGN = {"keda.sh/v1alpha1"}
 """Groups of examples that the test cluster does not serve: such documents are only parsed."""
-
-
-class Api:
-    """The API server of a cluster, for synchronous tests."""
-
-    def __init__(self, cluster: Cluster) -> None:
-        self.cluster = cluster
-
-    def call(self, what: Callable[[Kube], Awaitable[T]]) -> T:
-        """Run one piece of work with a client."""
-
-        async def run() -> T:
-            async with await Kube.connect(str(self.cluster.kubeconfig)) as kube:
-                return await what(kube)
-
-        with self.cluster.enter_network():
-            return asyncio.run(run())
-
-    def create(self, obj: Object, *, dry_run: bool = False, validation: str = "Strict") -> Object:
-        """Create an object of one of KINDS, refusing unknown fields as kubectl does."""
-        resource = KINDS[obj["kind"]]
-        namespace = obj["metadata"].get("namespace", "default") if resource.namespaced else None
-        query = {"fieldValidation": validation, "dryRun": "All" if dry_run else None}
-        return self.call(lambda kube: kube.request("POST", resource.path(namespace), query=query, body=obj))
-
-    def update(self, obj: Object, *, subresource: str | None = None, dry_run: bool = False) -> Object:
-        """Replace an object or its subresource."""
-        resource = KINDS[obj["kind"]]
-        meta = obj["metadata"]
-        path = resource.path(meta.get("namespace"), meta["name"], subresource)
-        query = {"fieldValidation": "Strict", "dryRun": "All" if dry_run else None}
-        return self.call(lambda kube: kube.request("PUT", path, query=query, body=obj))
-
-    def delete(self, obj: Object) -> None:
-        """Delete an object, if it is there."""
-        meta = obj["metadata"]
-        resource = KINDS[obj["kind"]]
-        namespace = meta.get("namespace", "default") if resource.namespaced else None
-        self.call(lambda kube: kube.delete(resource, meta["name"], namespace))
 
 
 @pytest.fixture(scope="module")

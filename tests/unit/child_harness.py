@@ -19,7 +19,7 @@ from vllmsnapshot_child import protocol
 ROOT = Path(__file__).resolve().parents[2]
 PATH = os.pathsep.join([str(ROOT / "child"), str(ROOT / "tests/node/engine"), str(ROOT / "tests/unit")])
 T = TypeVar("T")
-LIMIT_S = 60.0
+LIMIT_S = 30.0
 """A wait ends when its condition holds; this only ends a test that hangs."""
 
 

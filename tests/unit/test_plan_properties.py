@@ -112,13 +112,21 @@ class Sim:
                 open_orders = [i for i in self.contents.values() if (i.identity, i.node) == (source.identity, node) and i.pending]
                 assert not open_orders, "two open orders for one node and identity"
                 self.contents[name] = Content(
-                    name=name, uid=name, identity=source.identity, node=node, source_uid=source.uid, source=source.name, created=self.now
+                    name=name,
+                    uid=name,
+                    identity=source.identity,
+                    node=node,
+                    source_uid=source.uid,
+                    source=source.name,
+                    created=self.now,
                 )
             case p.DeleteContent(content):
                 if not self.claim.deleting:
                     identity = pods.template(spec).identity
                     best = status.newest(
-                        i for i in self.contents.values() if (i.identity, i.node) == (identity, content.node) and self.observed().usable(i)
+                        i
+                        for i in self.contents.values()
+                        if (i.identity, i.node) == (identity, content.node) and self.observed().usable(i)
                     )
                     assert best is None or best.name != content.name, "the usable artifact of the current identity"
                     assert not content.pending, "an open order"
@@ -157,7 +165,11 @@ class Sim:
             else:
                 return False
         elif not report.start:
-            usable = [i for i in self.contents.values() if (i.identity, i.node) == (pod.identity, pod.node) and self.observed().usable(i)]
+            usable = [
+                i
+                for i in self.contents.values()
+                if (i.identity, i.node) == (pod.identity, pod.node) and self.observed().usable(i)
+            ]
             if usable:
                 made = PodReport(start="restore", state="Restoring", content=usable[0].name)
             else:
@@ -362,7 +374,10 @@ class PlanMachine(RuleBasedStateMachine):
 
 TestPlan = PlanMachine.TestCase
 TestPlan.settings = settings(
-    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much]
+    max_examples=150,
+    stateful_step_count=40,
+    deadline=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much],
 )
 
 
@@ -375,7 +390,7 @@ def test_a_seed_then_the_rest() -> None:
             sim.execute(action)
         if not any(item.captured for item in sim.contents.values()):
             most = max(most, len(sim.pods))
-        if not todo.actions and not any([sim.advance(name) for name in list(sim.pods)]):
+        if not todo.actions and not sum(sim.advance(name) for name in list(sim.pods)):
             break
     assert most == 1
     assert sorted(pod.start_mode for pod in sim.pods.values()) != ["cold"] * 4

@@ -9,10 +9,12 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import dataclasses
 import json
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -142,7 +144,11 @@ class Operator:
         async def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
             # The same choice as Kube.connect makes; kopf reads the file's name from $KUBECONFIG (set in `serve`).
             inside = None if self.options.kubeconfig else kopf.login_with_service_account(**kwargs)
-            return inside or kopf.login_with_kubeconfig(**kwargs)
+            if inside is None:
+                return kopf.login_with_kubeconfig(**kwargs)
+            # kopf takes the server's DNS name, Kube.connect its address: one less thing that may be away.
+            host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
+            return dataclasses.replace(inside, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
 
         @kopf.on.event(c.GROUP, c.VERSION, SNAPSHOTS.plural, registry=registry)
         async def snapshot_changed(namespace: str | None, name: str | None, **_: Any) -> None:
@@ -158,8 +164,8 @@ class Operator:
             self.queue.add((ref.get("namespace", ""), ref.get("name", "")))
 
         @kopf.on.event("", "v1", NODES.plural, registry=registry)
-        async def node_changed(type: str | None, **_: Any) -> None:
-            if type in ("ADDED", "DELETED"):  # a node's heartbeat changes nothing for us
+        async def node_changed(event: Mapping[str, Any], **_: Any) -> None:
+            if event["type"] in ("ADDED", "DELETED"):  # a node's heartbeat changes nothing for us
                 self.queue.add(RESYNC)
 
         return registry
@@ -301,6 +307,8 @@ async def serve(options: Options) -> None:
         loop.add_signal_handler(number, stop.set)
     if options.kubeconfig:
         os.environ["KUBECONFIG"] = options.kubeconfig
+    # kopf names itself by the user's login name otherwise, and the image's user has none.
+    os.environ.setdefault("POD_ID", socket.gethostname())
     async with await Kube.connect(options.kubeconfig) as kube:
         await Operator(kube, options).run(stop)
 

@@ -358,12 +358,16 @@ def _service(claim: Claim, spec: VLLMSnapshotSpec, observed: Observed) -> Iterat
 
 
 def _retention(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Iterator[DeleteContent]:
-    """Keep the newest `retain` identities per node, the current one first; remove what was superseded or came to nothing.
+    """Keep `retain` identities per node, counting the current one; remove what was superseded or came to nothing.
+
+    The current one counts where it has no artifact yet too (it is not wanted on every node), but only once it has one
+    anywhere: until then the artifact before it is all there is.
 
     Never removed: what pods may still restart from, what a starting pod may be reading, and open orders (their agent
     answers them). Contents of vanished nodes are not this plan's business (`plan_orphans`).
     """
     in_use = {replica.identity for replica in observed.pods if not replica.finished} | {identity}
+    exists = any(observed.usable(item) for item in observed.contents if item.identity == identity)
     by_node: dict[str, list[Content]] = defaultdict(list)
     for item in observed.contents:
         if not item.deleting and not item.pending and item.node in observed.nodes:
@@ -376,9 +380,9 @@ def _retention(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Ite
         last: dict[str, float] = defaultdict(float)
         for item in kept:
             last[item.identity] = max(last[item.identity], item.captured_at)
-        # Identities in use come first and count, so that `retain: 1` means one artifact once a rollout is over.
-        ranked = sorted(last, key=lambda key: (key != identity, key not in in_use, -last[key], key))
-        expired = {key for key in ranked[spec.artifact.retain :] if key not in in_use}
+        # Identities in use count, so that `retain: 1` means one artifact once a rollout is over.
+        others = sorted(last.keys() - {identity}, key=lambda key: (key not in in_use, -last[key], key))
+        expired = {key for key in others[spec.artifact.retain - exists :] if key not in in_use}
         doomed += [(item, "beyond artifact.retain") for item in kept if item.identity in expired]
         for item, why in doomed:
             if not (observed.usable(item) and item.identity in reading):

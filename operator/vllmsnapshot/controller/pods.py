@@ -30,8 +30,9 @@ REVISION_SCHEMA = 1
 HASH_CHARS = 40
 """160 bits of sha256, in hex: fits a label."""
 
-SCRATCH_DIR = "/tmp"
-SHM_DIR = "/dev/shm"
+SCRATCH_DIR = "/tmp"  # noqa: S108 - where the pod mounts a volume of its own
+SHM_DIR = "/dev/shm"  # noqa: S108
+ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - of the pod
 SHM_LIMIT = "2Gi"
 """Limit of /dev/shm. What is written there counts as the container's memory; one rank needs little of it."""
 
@@ -209,7 +210,7 @@ def _common_labels(claim: Claim, component: str) -> dict[str, str]:
 
 def environment(spec: VLLMSnapshotSpec, port: int) -> list[Object]:
     """The engine's environment: the operator's own names, the fixed ones, spec.env, the overlay's; the last of a name wins."""
-    own: Object = {c.ENV_MODEL: spec.model, c.ENV_PORT: str(port), c.ENV_HOST: "0.0.0.0"}
+    own: Object = {c.ENV_MODEL: spec.model, c.ENV_PORT: str(port), c.ENV_HOST: ALL_ADDRESSES}
     if spec.revision:
         own[c.ENV_REVISION] = spec.revision
     merged: dict[str, Object] = {name: {"name": name, "value": value} for name, value in {**own, **FIXED_ENV}.items()}

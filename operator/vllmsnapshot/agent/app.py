@@ -1,0 +1,403 @@
+"""The agent's process: watches, one task per pod, timers, the health endpoint. What is done is in `reconcile.py`."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import logging
+import os
+import signal
+import time
+from collections.abc import Awaitable, Callable, Coroutine
+from typing import Any
+
+from aiohttp import web
+
+from ..api import constants as c
+from ..api.types import VLLMSnapshotNodeStatus
+from ..kube import CONTENTS, NODES, PODS, SNAPSHOT_NODES, ApiError, Kube, Object
+from . import facts, report
+from .cache import Cache
+from .canary import Canary
+from .config import Config, from_process
+from .ledger import Ledger
+from .nodeops import Health, NodeOps
+from .outbox import Outbox
+from .reconcile import Ask, Contents, Node, Pods, watch_path
+from .watcher import Watcher
+
+log = logging.getLogger(__name__)
+
+RETRY_S = 1.0
+"""After an error in a pass (a full disk, the API server away where it is needed)."""
+MIN_PAUSE_S = 0.005
+"""Between two passes over one pod: a workload that scribbles in its control volume must not occupy the agent."""
+COLLECT_S = 60.0
+"""Between two searches for artifacts that no content stands for."""
+NODE_PAUSE_S = 2.0
+"""Least time between two writes of the node's status."""
+NODE_RETRY_S = 10.0
+"""After a refused one: nobody waits for it."""
+STOP_S = 10.0
+"""How long a stop waits for what is being done: most restores and freezes are over by then. Longer work is taken up by the next
+agent from what is written; it cannot start before this one has ended."""
+
+LABELS = f"{c.LABEL_MANAGED_BY}={c.MANAGED_BY}"
+
+
+class Loop:
+    """One task per key: `wake` runs `settle` once more, never twice at the same time. It returns when to run again (seconds)."""
+
+    def __init__(self, settle: Callable[[str], Awaitable[float | None]], resync_s: float, alive: Callable[[str], bool]) -> None:
+        self._settle = settle
+        self._resync_s = resync_s
+        self._alive = alive
+        self._events: dict[str, asyncio.Event] = {}
+        self._tasks: dict[str, asyncio.Task[None]] = {}
+        self.stopping = False
+
+    def wake(self, key: str) -> None:
+        """Look at `key` soon."""
+        if self.stopping:
+            return
+        if key not in self._tasks:
+            if not self._alive(key):
+                return
+            self._events[key] = asyncio.Event()
+            self._tasks[key] = asyncio.create_task(self._run(key), name=key)
+        self._events[key].set()
+
+    async def _run(self, key: str) -> None:
+        event = self._events[key]
+        try:
+            while self._alive(key) and not self.stopping:
+                event.clear()
+                try:
+                    delay = await self._settle(key)
+                except ApiError as e:
+                    log.warning("%s: %s", key, e)
+                    delay = e.retry_after_s or RETRY_S
+                except Exception:
+                    log.exception("%s", key)
+                    delay = RETRY_S
+                since = time.monotonic()
+                with contextlib.suppress(TimeoutError):
+                    limit = self._resync_s if delay is None else min(delay, self._resync_s)
+                    await asyncio.wait_for(event.wait(), max(limit, MIN_PAUSE_S))
+                await asyncio.sleep(max(0.0, since + MIN_PAUSE_S - time.monotonic()))
+        finally:
+            self._tasks.pop(key, None)
+            self._events.pop(key, None)
+
+    async def stop(self, grace_s: float) -> None:
+        """Take no new work; wait for what is being done, but not for long."""
+        self.stopping = True
+        for event in self._events.values():
+            event.set()
+        if self._tasks:
+            _, late = await asyncio.wait(list(self._tasks.values()), timeout=grace_s)
+            for task in late:
+                log.warning("not finished: %s", task.get_name())
+                task.cancel()
+
+
+class Agent:
+    """Everything put together. `run` until cancelled or told to `stop`."""
+
+    def __init__(self, config: Config, ops: NodeOps, kube: Kube, ask: Ask, *, clock: Callable[[], float] = time.time) -> None:
+        self.config = config
+        self.node = Node(
+            name=config.node_name,
+            kubelet_dir=config.kubelet_dir,
+            ops=ops,
+            kube=kube,
+            ledger=Ledger(os.path.join(config.store_dir, "agent", "ledger")),
+            pods=Cache(PODS, lambda x: str(x["metadata"]["uid"]), self._pod_changed),
+            contents=Cache(CONTENTS, lambda x: str(x["metadata"]["name"]), self._content_changed),
+            outbox=Outbox(),
+            ask=ask,
+            clock=clock,
+        )
+        self.pods = Pods(self.node)
+        self.contents = Contents(self.node)
+        self.pod_loop = Loop(self._settle_pod, config.resync_seconds, lambda uid: self.node.pods.get(uid) is not None)
+        self.content_loop = Loop(self.contents.settle, 60.0, lambda name: self.node.contents.get(name) is not None)
+        self.node.wake_pod = self.pod_loop.wake
+        self.node.wake_content = self.content_loop.wake
+        self.node.wake_node = self._wake_node
+        self.watcher = Watcher(self.pod_loop.wake)
+        self._node_changed = asyncio.Event()
+        self._stop = asyncio.Event()
+        self._examined = False
+        self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
+
+    @property
+    def ready(self) -> bool:
+        """Whether pods of this node are answered: lists are in, the node is examined, no stop is under way."""
+        synced = self.node.pods.synced.is_set() and self.node.contents.synced.is_set()
+        # Without the kubelet's directory we see no container: better the operator answers for the node's replicas.
+        seen = os.path.isdir(os.path.join(self.config.kubelet_dir, "pods"))
+        return self._examined and synced and seen and not self._stop.is_set()
+
+    def stop(self) -> None:
+        """Begin the end of `run`."""
+        self._stop.set()
+
+    async def run(self) -> None:
+        """Until `stop`. Raises OSError where the node lacks what nothing works without (the store, inotify)."""
+        await self.node.thread(self.node.ledger.load)
+        self.watcher.start()
+        background = [
+            asyncio.create_task(work, name=name)
+            for name, work in (
+                ("doctor", self._examine_for_ever()),
+                ("pods", self._follow_pods()),
+                ("contents", self._follow_contents()),
+                ("collect", self._collect_for_ever()),
+                ("node", self._report_node_for_ever()),
+                ("store", self._every(self.config.resync_seconds, self._resync)),
+            )
+        ]
+        try:
+            async with self._health():
+                stop = asyncio.create_task(self._stop.wait())
+                done, _ = await asyncio.wait([stop, *background], return_when=asyncio.FIRST_COMPLETED)
+                for task in done - {stop}:
+                    # None of these returns: what is left is a bug, and a restart is better than half an agent.
+                    task.result()
+        finally:
+            self._stop.set()
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            await self.pod_loop.stop(STOP_S)
+            await self.content_loop.stop(0.5)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self.node.outbox.drain(), 1.0)
+            self.node.outbox.stop()
+            self.watcher.stop()
+            self.node.pool.shutdown(wait=False, cancel_futures=True)
+
+    # --- pods ---
+
+    def _pod_changed(self, uid: str) -> None:
+        obj = self.node.pods.get(uid)
+        if obj is None:
+            self.watcher.remove(uid)
+            self.node.outbox.forget(f"pod/{uid}")
+            self.pods.slots.leave(uid)
+            self._later(self._pod_gone(uid))
+            return
+        if facts.ours(obj, self.node.name):
+            self.watcher.add(uid, watch_path(self.node, uid))
+            self.pod_loop.wake(uid)
+
+    async def _pod_gone(self, uid: str) -> None:
+        await self.node.thread(self.node.ledger.drop_pod, uid)
+        for obj in self.node.contents.all():
+            spec = facts.content_spec(obj)
+            if spec is not None and spec.source_pod.uid == uid:
+                self.content_loop.wake(obj["metadata"]["name"])
+
+    async def _settle_pod(self, uid: str) -> float | None:
+        # Before the store and the node are known, every answer would be "cold": init waits ten seconds for a better one.
+        if not (self._examined and self.node.contents.synced.is_set()):
+            return 0.05
+        return await self.pods.settle(uid)
+
+    async def _resync(self) -> None:
+        self.watcher.refresh()
+        for uid in list(self.node.pods):
+            self.pod_loop.wake(uid)
+
+    # --- contents ---
+
+    def _content_changed(self, name: str) -> None:
+        obj = self.node.contents.get(name)
+        if obj is None:
+            self.node.outbox.forget(f"content/{name}")
+            return
+        spec = facts.content_spec(obj)
+        if spec is not None:
+            self.pod_loop.wake(spec.source_pod.uid)
+        if self._examined:
+            self.content_loop.wake(name)
+
+    async def _collect_for_ever(self) -> None:
+        # Restores that an agent before us began in pods that are gone by now are nobody's failure.
+        await self.node.pods.synced.wait()
+        await self.node.contents.synced.wait()
+        for name in self.node.ledger.contents():
+            for attempt in self.node.ledger.entry(name, self._uid(name)).attempts:
+                if attempt.outcome == "pending" and self.node.pods.get(attempt.pod) is None:
+                    await self.node.thread(self.node.ledger.drop_pod, attempt.pod)
+        await self._every(COLLECT_S, self.contents.collect)
+
+    def _uid(self, content: str) -> str:
+        obj = self.node.contents.get(content)
+        return str(obj["metadata"]["uid"]) if obj is not None else ""
+
+    # --- node ---
+
+    def _wake_node(self) -> None:
+        self._node_changed.set()
+
+    async def _examine_for_ever(self) -> None:
+        while True:
+            try:
+                self.node.health = await self.node.thread(self.node.ops.doctor)
+                await self.node.refresh()
+            except Exception as e:
+                log.exception("the doctor failed")
+                self.node.health = Health(capable=False, message=f"the examination of the node failed: {e}")
+            if not self._examined:
+                self._examined = True
+                for name in list(self.node.contents):
+                    self.content_loop.wake(name)
+                for uid in list(self.node.pods):
+                    self.pod_loop.wake(uid)
+            self._wake_node()
+            await asyncio.sleep(self.config.doctor_seconds)
+
+    async def _report_node_for_ever(self) -> None:
+        while True:
+            await self._node_changed.wait()
+            self._node_changed.clear()
+            try:
+                await self._report_node()
+            except ApiError as e:
+                log.warning("the node's status is not written: %s", e)
+                self._node_changed.set()
+                await asyncio.sleep(NODE_RETRY_S)
+            await asyncio.sleep(NODE_PAUSE_S)
+
+    async def _report_node(self) -> None:
+        n = self.node
+        live = await n.kube.get(SNAPSHOT_NODES, n.name)
+        if live is None or not live["metadata"].get("ownerReferences"):
+            meta: Object = {"name": n.name, "labels": {c.LABEL_MANAGED_BY: c.MANAGED_BY}}
+            owner = await n.kube.get(NODES, n.name)
+            if owner is not None:
+                # So that it goes with the node.
+                meta["ownerReferences"] = [{"apiVersion": "v1", "kind": "Node", "name": n.name, "uid": owner["metadata"]["uid"]}]
+            live = await n.kube.apply(SNAPSHOT_NODES, {"metadata": meta}, c.MANAGER_AGENT)
+        try:
+            old = VLLMSnapshotNodeStatus.model_validate(live.get("status") or {})
+        except ValueError:
+            old = VLLMSnapshotNodeStatus()
+        new = report.node_status(n.health, n.stored.values(), len(self.pods.slots), old, n.clock())
+        if report.node_changed(old, new):
+            body = {"metadata": {"name": n.name, "uid": live["metadata"]["uid"]}, "status": new.dump()}
+            await n.kube.apply(SNAPSHOT_NODES, body, c.MANAGER_AGENT, subresource="status")
+
+    # --- small parts ---
+
+    async def _follow_pods(self) -> None:
+        await self.node.pods.follow(self.node.kube, labels=LABELS, fields=f"spec.nodeName={self.node.name}")
+
+    async def _follow_contents(self) -> None:
+        await self.node.contents.follow(self.node.kube, labels=f"{c.LABEL_NODE}={facts.node_label(self.node.name)}")
+
+    async def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
+        while True:
+            try:
+                await work()
+            except ApiError as e:
+                log.warning("%s: %s", work.__name__, e)
+            except Exception:
+                log.exception("%s", work.__name__)
+            await asyncio.sleep(seconds)
+
+    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+        task = asyncio.create_task(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+
+    # --- health ---
+
+    @contextlib.asynccontextmanager
+    async def _health(self) -> Any:
+        """/healthz: the loop runs; /readyz: pods are answered; /metrics: counters. Unlike exec, an HTTP probe takes no process."""
+        if not self.config.port:
+            yield
+            return
+        app = web.Application()
+        app.router.add_get("/healthz", self._healthz)
+        app.router.add_get("/readyz", self._readyz)
+        app.router.add_get("/metrics", self._metrics)
+        runner = web.AppRunner(app, access_log=None)
+        await runner.setup()
+        try:
+            await web.TCPSite(runner, self.config.host or None, self.config.port).start()
+            yield
+        finally:
+            await runner.cleanup()
+
+    async def _healthz(self, _request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    async def _readyz(self, _request: web.Request) -> web.Response:
+        return web.Response(text="ok\n") if self.ready else web.Response(status=503, text="not ready\n")
+
+    async def _metrics(self, _request: web.Request) -> web.Response:
+        n = self.node
+        gauges = {
+            "restores_in_flight": len(self.pods.slots),
+            "artifacts": len(n.stored),
+            "artifact_bytes": sum(x.bytes for x in n.stored.values()),
+            "node_capable": int(n.health.capable),
+        }
+        lines = [f"# TYPE vllmsnapshot_agent_{name} counter" for name in sorted({x.partition("{")[0] for x in n.counts})]
+        lines += [f"vllmsnapshot_agent_{name} {value}" for name, value in sorted(n.counts.items())]
+        for name, value in gauges.items():
+            lines += [f"# TYPE vllmsnapshot_agent_{name} gauge", f"vllmsnapshot_agent_{name} {value}"]
+        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+
+
+def lock_node(store_dir: str) -> int:
+    """Wait until no other agent works on this node (a rollout overlaps two); the lock goes with the process. Raises OSError."""
+    directory = os.path.join(store_dir, "agent")
+    os.makedirs(directory, mode=0o700, exist_ok=True)
+    fd = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        log.warning("another agent works on this node: waiting for its end")
+        fcntl.flock(fd, fcntl.LOCK_EX)
+    return fd
+
+
+async def run(config: Config, ops: NodeOps) -> None:
+    """Connect, run, end on SIGTERM or SIGINT."""
+    canary = Canary()
+    async with await Kube.connect(config.kubeconfig or None) as kube:
+        agent = Agent(config, ops, kube, canary.ask)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, agent.stop)
+        try:
+            await agent.run()
+        finally:
+            await canary.close()
+
+
+def main() -> None:
+    """Entry point of `vllmsnapshot-agent`."""
+    from .local import LocalOps
+
+    config = from_process()
+    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    code = 1
+    try:
+        held = lock_node(config.store_dir)
+        ops = LocalOps(config)
+        asyncio.run(run(config, ops))
+        os.close(held)
+        code = 0
+    except Exception:
+        log.exception("the agent ends")
+    finally:
+        logging.shutdown()
+        # Threads may still wait for CRIU: what they do is either finished or taken up by the next agent.
+        os._exit(code)

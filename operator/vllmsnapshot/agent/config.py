@@ -1,0 +1,60 @@
+"""Settings of the agent: one table of flags, environment variables, defaults and meanings."""
+
+from __future__ import annotations
+
+import argparse
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+
+def _option(default: Any, env: str, meaning: str) -> Any:
+    return field(default=default, metadata={"env": env, "meaning": meaning})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """Every field is a flag (`--kubelet-dir`) and an environment variable; the flag wins."""
+
+    node_name: str = _option("", "NODE_NAME", "name of this node (required)")
+    kubelet_dir: str = _option("/var/lib/kubelet", "VLLMSNAPSHOT_KUBELET_DIR", "the kubelet's directory")
+    store_dir: str = _option("/var/lib/vllmsnapshot", "VLLMSNAPSHOT_STORE_DIR", "where artifacts are kept")
+    criu_prefix: str = _option("/opt/criu", "VLLMSNAPSHOT_CRIU_PREFIX", "CRIU with the libraries it needs")
+    cgroup_root: str = _option("/sys/fs/cgroup", "VLLMSNAPSHOT_CGROUP_ROOT", "the node's cgroup file system")
+    host: str = _option("", "VLLMSNAPSHOT_HEALTH_HOST", "address of the health endpoint; empty: all")
+    port: int = _option(8081, "VLLMSNAPSHOT_HEALTH_PORT", "port of /healthz, /readyz and /metrics; 0: none")
+    resync_seconds: float = _option(10.0, "VLLMSNAPSHOT_RESYNC_SECONDS", "every pod is looked at this often, whatever wakes it")
+    doctor_seconds: float = _option(300.0, "VLLMSNAPSHOT_DOCTOR_SECONDS", "pause between two examinations of the node")
+    kubeconfig: str = _option("", "VLLMSNAPSHOT_KUBECONFIG", "kubeconfig file; empty: the pod's service account")
+    log_level: str = _option("INFO", "VLLMSNAPSHOT_LOG_LEVEL", "DEBUG, INFO, WARNING or ERROR")
+
+
+def parse(args: Sequence[str], env: Mapping[str, str]) -> Config:
+    """The configuration. Exits with a message that names the setting if one is wrong."""
+    parser = argparse.ArgumentParser(prog="vllmsnapshot-agent", description="Node agent of VLLMSnapshot.")
+    for f in fields(Config):
+        name = f.metadata["env"]
+        kind = type(f.default)
+        text = f"{f.metadata['meaning']} (${name}, default {f.default!r})"
+        default: Any = env.get(name) or f.default
+        # argparse converts and checks a default that is a string as it does a flag.
+        parser.add_argument("--" + f.name.replace("_", "-"), dest=f.name, type=kind, default=default, help=text)
+    found = vars(parser.parse_args(list(args)))
+    config = Config(**{**found, "log_level": found["log_level"].upper()})
+    if not config.node_name:
+        parser.error("NODE_NAME or --node-name is required")
+    if not 0 <= config.port <= 65535:
+        parser.error(f"--port {config.port} is not a port")
+    if not (0.1 <= config.resync_seconds <= 3600 and 1 <= config.doctor_seconds <= 86400):
+        parser.error("--resync-seconds must be in 0.1..3600, --doctor-seconds in 1..86400")
+    if config.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
+        parser.error(f"--log-level {config.log_level} is not a level")
+    return config
+
+
+def from_process() -> Config:
+    """From this process's arguments and environment."""
+    import sys
+
+    return parse(sys.argv[1:], os.environ)

@@ -1,0 +1,223 @@
+"""What must be the same where an image is restored: kernel, CPU, CRIU, the container's image, and the files its memory is made of.
+
+CRIU writes into an image only memory that differs from files; code comes from disk again. One byte changed at equal size goes
+unnoticed by CRIU, so sizes and times are compared here, and a difference is named.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import re
+import stat
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from . import namespaces
+from .containers import Container, Mount, Process
+
+KERNEL: Final = "kernelRelease"
+MACHINE: Final = "machine"
+CPU: Final = "cpuModel"
+CPU_FLAGS: Final = "cpuFlags"
+CRIU: Final = "criu"
+LAYERS: Final = "imageLayers"
+BOOT: Final = "bootId"
+
+NOT_COMPARED: Final = frozenset({BOOT, CPU, CPU_FLAGS, LAYERS})
+"""Recorded; compared otherwise (flags) or not at all (for people)."""
+
+DIGEST_LIMIT: Final = 64 << 20
+"""Files outside the image's layers up to this size (bytes) are digested; of larger ones size and time must do."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FileFact:
+    """A file that the tree has mapped or open, as the container sees it. `digest` only where layers cannot vouch for it."""
+
+    path: str
+    size: int
+    mtime_ns: int
+    image: bool
+    digest: str | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Node:
+    """The node's facts: `environment` for people and comparison, the CPU's flags in full."""
+
+    environment: Mapping[str, str]
+    cpu_flags: Sequence[str] = field(default_factory=list)
+
+
+def node_facts(
+    criu_version: str, criu_program: Path, *, accelerator: Mapping[str, str] | None = None, proc: Path = Path("/proc")
+) -> Node:
+    """Facts of this node. Raises OSError."""
+    model, flags = cpu(proc)
+    with open(criu_program, "rb") as f:
+        criu_digest = hashlib.file_digest(f, "sha256").hexdigest()
+    return Node(
+        environment={
+            KERNEL: platform.release(),
+            MACHINE: platform.machine(),
+            CPU: model,
+            CPU_FLAGS: f"sha256:{hashlib.sha256(' '.join(flags).encode()).hexdigest()[:16]}",
+            CRIU: f"{criu_version} sha256:{criu_digest[:16]}",
+            BOOT: (proc / "sys/kernel/random/boot_id").read_text().strip(),
+            **(accelerator or {}),
+        },
+        cpu_flags=flags,
+    )
+
+
+def cpu(proc: Path = Path("/proc")) -> tuple[str, list[str]]:
+    """Model name and sorted flags that every CPU has."""
+    model, common = "", None
+    for line in (proc / "cpuinfo").read_text(errors="replace").splitlines():
+        name, _, value = line.partition(":")
+        if name.strip() == "model name" and not model:
+            model = value.strip()
+        if name.strip() in ("flags", "Features"):
+            flags = set(value.split())
+            common = flags if common is None else common & flags
+    return model or platform.machine(), sorted(common or ())
+
+
+def layers(mounts: Iterable[Mount]) -> str:
+    """A word for the read-only layers of the container's root file system (the list may be very long); empty if it is no overlay."""
+    lower = [m.options.get("lowerdir", "") for m in mounts if m.point == "/" and m.kind == "overlay"]
+    return f"sha256:{hashlib.sha256(lower[-1].encode()).hexdigest()[:16]}" if lower else ""
+
+
+def compare_node(recorded: Mapping[str, str], recorded_flags: Iterable[str], here: Node) -> list[str]:
+    """Every difference that forbids a restore, each naming its field. More CPU flags than recorded are welcome."""
+    found = []
+    for name in sorted((set(recorded) | set(here.environment)) - NOT_COMPARED):
+        then, now = recorded.get(name, "none"), here.environment.get(name, "none")
+        if then != now:
+            found.append(f"{name}: {now} instead of {then}")
+    missing = sorted(set(recorded_flags) - set(here.cpu_flags))
+    if missing:
+        found.append(f"{CPU_FLAGS}: this CPU lacks {' '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}")
+    return found
+
+
+# --- files -----------------------------------------------------------------------------------------------------------
+
+_MAPPED: Final = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ \S+ (\d+) +(/.*)$")
+
+
+def mapped_paths(maps: str) -> set[str]:
+    """Paths in the text of /proc/PID/maps, without deleted files and those that are none (memfd, SysV, anonymous)."""
+    paths = set()
+    for line in maps.splitlines():
+        match = _MAPPED.match(line)
+        if (
+            match
+            and match[1] != "0"
+            and not match[2].endswith(" (deleted)")
+            and not match[2].startswith(("/memfd:", "/SYSV", "//"))
+        ):
+            paths.add(match[2])
+    return paths
+
+
+def file_facts(
+    container: Container,
+    processes: Iterable[Process],
+    *,
+    staged: Collection[str],
+    upper: Collection[str] = (),
+    mounts: Sequence[Mount],
+) -> list[FileFact]:
+    """Every regular file that the processes have mapped or open, but those that travel with the image.
+
+    `staged`: directories (paths in the container) that travel; `upper`: files of the root file system that do, without leading
+    slash. Cheap: no file is read. A file that cannot be found is left to CRIU, which names it. Raises OSError.
+    """
+    paths: set[str] = set()
+    for process in processes:
+        base = container.proc / str(process.pid)
+        with open(base / "maps", errors="surrogateescape") as f:
+            paths |= mapped_paths(f.read())
+        for name in os.listdir(base / "fd"):
+            try:
+                link = os.readlink(base / "fd" / name)
+            except OSError:
+                continue
+            if link.startswith("/") and not link.endswith(" (deleted)") and not link.startswith(("/memfd:", "/dev/", "/proc/")):
+                paths.add(link)
+    facts = []
+    with namespaces.opened(container.open_root()) as root:
+        for path in sorted(paths):
+            if any(path == s or path.startswith(f"{s}/") for s in staged) or path.lstrip("/") in upper:
+                continue
+            try:
+                info = namespaces.stat_in_root(root, path)
+            except OSError:
+                continue
+            if stat.S_ISREG(info.st_mode):
+                image = mount_of(path, mounts) == "/"
+                facts.append(FileFact(path=path, size=info.st_size, mtime_ns=info.st_mtime_ns, image=image))
+    return facts
+
+
+def mount_of(path: str, mounts: Iterable[Mount]) -> str:
+    """The mount point that a path lies on."""
+    best = "/"
+    for mount in mounts:
+        if (path == mount.point or path.startswith(mount.point.rstrip("/") + "/")) and len(mount.point) > len(best):
+            best = mount.point
+    return best
+
+
+def with_digests(container: Container, facts: Iterable[FileFact]) -> list[FileFact]:
+    """The facts with digests of the files that are no part of the image, where they are small enough."""
+    done = []
+    with namespaces.opened(container.open_root()) as root:
+        for fact in facts:
+            digest = None if fact.image or fact.size > DIGEST_LIMIT else _digest(root, fact.path)
+            done.append(FileFact(path=fact.path, size=fact.size, mtime_ns=fact.mtime_ns, image=fact.image, digest=digest))
+    return done
+
+
+def _digest(root: int, path: str) -> str | None:
+    try:
+        fd = namespaces.open_in_root(root, path, os.O_RDONLY | os.O_NONBLOCK)
+    except OSError:
+        return None
+    with open(fd, "rb") as f:
+        if not stat.S_ISREG(os.fstat(fd).st_mode) or os.fstat(fd).st_size > DIGEST_LIMIT:
+            return None
+        return hashlib.file_digest(f, "sha256").hexdigest()
+
+
+def compare_files(recorded: Iterable[FileFact], container: Container) -> list[str]:
+    """Every recorded file that is not the same in this container, each named. One `stat` a file.
+
+    Of a file of the image, size and time decide: both come from the layer's archive, so they survive a second pull and another
+    snapshotter, and a rebuilt library differs. Equal layer directories would prove less: a wiped containerd counts from 1 again.
+    A file of a volume may have another time if its digest is the same.
+    """
+    found: list[str] = []
+    with namespaces.opened(container.open_root()) as root:
+        for fact in recorded:
+            try:
+                info = namespaces.stat_in_root(root, fact.path)
+            except OSError as e:
+                found.append(f"file {fact.path}: {e.strerror}")
+                continue
+            if not stat.S_ISREG(info.st_mode):
+                found.append(f"file {fact.path}: not a regular file")
+            elif info.st_size != fact.size:
+                found.append(f"file {fact.path}: {info.st_size} bytes instead of {fact.size}")
+            elif fact.digest is not None:
+                if _digest(root, fact.path) != fact.digest:
+                    found.append(f"file {fact.path}: other content")
+            elif info.st_mtime_ns != fact.mtime_ns:
+                found.append(f"file {fact.path}: changed at {info.st_mtime_ns} instead of {fact.mtime_ns} (ns)")
+    return found

@@ -1,0 +1,245 @@
+"""What the agent must remember of each content although the API server may be down: restores and why a capture failed.
+
+One JSON file per content below the artifact store, written whole (fsync, rename) before the deed that it announces or
+records. `status.restores` and the conditions of the content are copies of it. An entry has the key (pod, incarnation), so that
+recording the same thing twice changes nothing.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import threading
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field, replace
+from typing import Literal
+
+from ..api.constants import Reason
+
+Outcome = Literal["pending", "succeeded", "failed", "aborted"]
+
+KEEP = 64
+"""Finished restores remembered per content; the counts do not depend on them."""
+
+QUARANTINE_AT_ONCE = (Reason.CANARY_MISMATCH, Reason.ARTIFACT_CORRUPT)
+"""Failures that prove the artifact bad: no second try."""
+
+NOT_THE_ARTIFACT = (
+    Reason.INSUFFICIENT_MEMORY,
+    Reason.INSUFFICIENT_DISK,
+    Reason.NODE_NOT_CAPABLE,
+    Reason.AGENT_RESTARTED,
+    Reason.SOURCE_GONE,
+)
+"""Failures of the place or the moment: they are not counted against the artifact."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Attempt:
+    """One restore from a content. `pending` from before CRIU is started until the replica is verified or has failed."""
+
+    pod: str
+    incarnation: str
+    outcome: Outcome = "pending"
+    reason: str = ""
+    message: str = ""
+    at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Why:
+    """A reason and a message."""
+
+    reason: str
+    message: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Entry:
+    """All that is remembered of one content (of this UID: a recreated one of the same name starts from nothing)."""
+
+    uid: str
+    attempts: tuple[Attempt, ...] = ()
+    succeeded: int = 0
+    failed: int = 0
+    consecutive: int = 0
+    last_failure: str = ""
+    quarantined: Why | None = None
+    capture_failed: Why | None = None
+
+
+@dataclass
+class Ledger:
+    """The entries of this node. Safe to use from several threads; `wrote` is called after every durable write."""
+
+    directory: str
+    wrote: Callable[[str], None] = lambda _: None
+    _entries: dict[str, Entry] = field(default_factory=dict)
+    _lock: threading.RLock = field(default_factory=threading.RLock)
+
+    def load(self) -> None:
+        """Read what an agent before us wrote. A file that cannot be read is as good as none: the status still has the counts."""
+        os.makedirs(self.directory, mode=0o700, exist_ok=True)
+        for file in os.listdir(self.directory):
+            path = os.path.join(self.directory, file)
+            if not file.endswith(".json"):
+                with contextlib.suppress(OSError):
+                    os.unlink(path)  # a half-written temporary
+                continue
+            try:
+                with open(path, encoding="utf-8") as f:
+                    raw = json.load(f)
+                raw["attempts"] = tuple(Attempt(**a) for a in raw["attempts"])
+                for name in ("quarantined", "capture_failed"):
+                    raw[name] = Why(**raw[name]) if raw.get(name) else None
+                self._entries[file.removesuffix(".json")] = Entry(**raw)
+            except (OSError, ValueError, TypeError, KeyError):
+                continue
+
+    def entry(self, content: str, uid: str) -> Entry:
+        """What is known of this content."""
+        found = self._entries.get(content)
+        return found if found is not None and found.uid == uid else Entry(uid=uid)
+
+    def known(self, content: str, uid: str) -> bool:
+        """Whether there is an entry at all."""
+        found = self._entries.get(content)
+        return found is not None and found.uid == uid
+
+    def contents(self) -> tuple[str, ...]:
+        """Names of all contents that have an entry."""
+        return tuple(self._entries)
+
+    def put(self, content: str, entry: Entry) -> None:
+        """Store an entry durably. Raises OSError if the disk refuses; memory is right even then."""
+        with self._lock:
+            if self._entries.get(content) == entry:
+                return
+            self._entries[content] = entry
+            tmp = os.path.join(self.directory, f".{secrets.token_hex(6)}.tmp")
+            with open(tmp, "w", encoding="utf-8") as f:
+                json.dump(asdict(entry), f)
+                f.flush()
+                os.fsync(f.fileno())
+            os.rename(tmp, os.path.join(self.directory, f"{content}.json"))
+            fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+            try:
+                os.fsync(fd)
+            finally:
+                os.close(fd)
+        self.wrote(f"ledger {content}")
+
+    def adopt(self, content: str, uid: str, *, succeeded: int, failed: int, consecutive: int, last_failure: str) -> None:
+        """Go on from the counts in a content's status, where the disk remembers nothing of it (a store that was replaced)."""
+        with self._lock:
+            if not self.known(content, uid):
+                self.put(
+                    content,
+                    Entry(uid=uid, succeeded=succeeded, failed=failed, consecutive=consecutive, last_failure=last_failure),
+                )
+
+    def forget(self, content: str) -> None:
+        """Remove an entry whose content is gone."""
+        with self._lock:
+            self._entries.pop(content, None)
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(os.path.join(self.directory, f"{content}.json"))
+
+    # --- restores ---
+
+    def begin(self, content: str, uid: str, pod: str, incarnation: str, now: float) -> None:
+        """Announce a restore, before anything is done in the container."""
+        with self._lock:
+            entry = self.entry(content, uid)
+            if any(a.pod == pod and a.incarnation == incarnation for a in entry.attempts):
+                return
+            self.put(content, replace(entry, attempts=(*entry.attempts, Attempt(pod=pod, incarnation=incarnation, at=now))))
+
+    def settle(
+        self,
+        content: str,
+        pod: str,
+        incarnation: str,
+        outcome: Outcome,
+        reason: str = "",
+        message: str = "",
+        *,
+        budget: int = 3,
+    ) -> bool:
+        """Record how a pending restore ended; False if it was settled before or never begun.
+
+        A counted failure quarantines the content once `budget` of them came in a row, and at once if it proves the artifact bad.
+        """
+        with self._lock:
+            entry = self._entries.get(content)
+            if entry is None:
+                return False
+            i = next(
+                (i for i, a in enumerate(entry.attempts) if (a.pod, a.incarnation, a.outcome) == (pod, incarnation, "pending")),
+                None,
+            )
+            if i is None:
+                return False
+            done = replace(entry.attempts[i], outcome=outcome, reason=reason, message=message[:1000])
+            attempts = [*entry.attempts[:i], *entry.attempts[i + 1 :], done]
+            finished = [a for a in attempts if a.outcome != "pending"][-KEEP:]
+            entry = replace(entry, attempts=tuple(a for a in attempts if a.outcome == "pending" or a in finished))
+            if outcome == "succeeded":
+                entry = replace(entry, succeeded=entry.succeeded + 1, consecutive=0)
+            elif outcome == "failed" and reason not in NOT_THE_ARTIFACT:
+                entry = replace(
+                    entry,
+                    failed=entry.failed + 1,
+                    consecutive=entry.consecutive + 1,
+                    last_failure=f"{reason}: {message}"[:1000],
+                )
+                if reason in QUARANTINE_AT_ONCE:
+                    entry = _quarantined(entry, reason, message)
+                elif entry.consecutive >= budget:
+                    entry = _quarantined(
+                        entry,
+                        Reason.FAILURE_BUDGET_SPENT,
+                        f"{entry.consecutive} failed in a row, the last with {reason}: {message}",
+                    )
+            self.put(content, entry)
+            return True
+
+    def quarantine(self, content: str, uid: str, reason: str, message: str) -> None:
+        """Mark a content as not to be restored from any more."""
+        with self._lock:
+            self.put(content, _quarantined(self.entry(content, uid), reason, message))
+
+    def capture_failed(self, content: str, uid: str, reason: str, message: str) -> None:
+        """Note why an order cannot be fulfilled; the first reason stays."""
+        with self._lock:
+            entry = self.entry(content, uid)
+            if entry.capture_failed is None:
+                self.put(content, replace(entry, capture_failed=Why(reason=reason, message=message[:1000])))
+
+    def attempts(self, pod: str) -> list[tuple[str, Attempt]]:
+        """All remembered restores of a pod, oldest first."""
+        found = [(content, a) for content, entry in list(self._entries.items()) for a in entry.attempts if a.pod == pod]
+        return sorted(found, key=lambda item: item[1].at)
+
+    def blocked(self, pod: str) -> dict[str, str]:
+        """Contents that this pod failed to come up from, with no success of any pod since: it must not try for ever."""
+        out: dict[str, str] = {}
+        for content, entry in list(self._entries.items()):
+            for attempt in entry.attempts:
+                if attempt.outcome == "succeeded":
+                    out.pop(content, None)
+                elif attempt.outcome == "failed" and attempt.pod == pod:
+                    out[content] = f"{attempt.reason}: {attempt.message}"
+        return out
+
+    def drop_pod(self, pod: str) -> None:
+        """The pod is gone: a restore that was pending in it is nobody's failure."""
+        for content, attempt in self.attempts(pod):
+            if attempt.outcome == "pending":
+                self.settle(content, pod, attempt.incarnation, "aborted", Reason.SOURCE_GONE, "the pod was deleted")
+
+
+def _quarantined(entry: Entry, reason: str, message: str) -> Entry:
+    return entry if entry.quarantined else replace(entry, quarantined=Why(reason=reason, message=message[:1000]))

@@ -1,0 +1,167 @@
+"""`nodeops.NodeOps` on the real node: pods become containers, orders become captures."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from vllmsnapshot_child.protocol import Oracle, ProtocolError
+
+from ..api import constants as c
+from ..api.constants import Reason
+from . import capture, doctor, identity, restore
+from .accelerator import Accelerator, Cpu
+from .config import Config
+from .containers import Container, find
+from .criu import Criu, CriuError
+from .errors import AgentError, CaptureError, RestoreError, StoreError
+from .nodeops import Health, Order, PodRef, Revived, Stored
+from .store import Manifest, Store, boot_id
+
+log = logging.getLogger(__name__)
+
+LAST_PID = 999
+"""A tree that starts above it never meets the few processes that another container has by then."""
+
+
+class LocalOps:
+    """Node operations on this node."""
+
+    def __init__(self, config: Config, *, accelerator: Accelerator | None = None, proc: Path = Path("/proc")) -> None:
+        """Raises StoreError if the store cannot be used. The caller must be the only agent of the node: see `app.lock_node`."""
+        self._kubelet_dir = Path(config.kubelet_dir)
+        self._criu = Criu(prefix=Path(config.criu_prefix), cgroup_root=Path(config.cgroup_root))
+        self._accelerator = accelerator or Cpu()
+        self._proc = proc
+        self.store = Store(Path(config.store_dir))
+        self.store.recover()
+
+    # --- node --------------------------------------------------------------------------------------------------------
+
+    def doctor(self) -> Health:
+        """Examine the node."""
+        checks = doctor.examine(self._criu, self.store.root, self._kubelet_dir, proc=self._proc)
+        capable, message = doctor.capable(checks)
+        environment: dict[str, str] = {}
+        try:
+            version = self._criu.version()
+            node = identity.node_facts(version, self._criu.program, accelerator=self._accelerator.facts(), proc=self._proc)
+            environment = dict(node.environment)
+        except (OSError, CriuError, AgentError) as e:
+            capable, message = False, message or str(e)
+        with contextlib.suppress(StoreError):
+            usage = self.store.usage()
+            return Health(
+                capable=capable,
+                message=message,
+                checks=checks,
+                environment=environment,
+                boot_id=boot_id(),
+                store_bytes_used=usage.used,
+                store_bytes_free=usage.free,
+            )
+        return Health(capable=False, message=message or "the store cannot be read", checks=checks, environment=environment)
+
+    # --- artifacts ---------------------------------------------------------------------------------------------------
+
+    def artifacts(self) -> Sequence[Stored]:
+        """All complete artifacts."""
+        return [_stored(m) for m in self.store.manifests()]
+
+    def artifact(self, content: str) -> Stored | None:
+        """The complete artifact of that content, or None."""
+        try:
+            return _stored(self.store.manifest(content))
+        except StoreError as e:
+            if e.reason != Reason.ARTIFACT_MISSING:
+                log.warning("artifact %s: %s", content, e)
+            return None
+
+    def delete_artifact(self, content: str) -> None:
+        """Remove the files of a content. Waits for restores that read them."""
+        self.store.delete(content)
+
+    # --- containers --------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _container(self, pod: PodRef, error: type[AgentError], reason: str) -> Iterator[Container]:
+        directory = self._kubelet_dir / "pods" / pod.uid / "volumes" / "kubernetes.io~empty-dir" / c.CONTROL_VOLUME
+        container = find(pod.uid, directory, proc=self._proc)
+        if container is None:
+            raise error(reason, f"pod {pod.namespace}/{pod.name} has no running {c.CONTAINER} container")
+        with container:
+            yield container
+
+    def raise_pids(self, pod: PodRef) -> None:
+        """Let the next process of the container get a high PID."""
+        with self._container(pod, RestoreError, Reason.RESTORE_FAILED) as container:
+            self._criu.raise_pids(container, LAST_PID)
+
+    def restore(self, pod: PodRef, content: str, timeout_s: float) -> Revived:
+        """Bring the captured tree up in the pod's container."""
+        with self._container(pod, RestoreError, Reason.RESTORE_DIED) as container:
+            request = restore.RestoreRequest(content=content, timeout_s=timeout_s)
+            result = restore.restore(container, request, self.store, self._criu, self._accelerator)
+            return Revived(pid=result.pid, phases=result.phases)
+
+    def clear(self, pod: PodRef) -> None:
+        """Kill everything in the container but PID 1 and wait until it is gone."""
+        with self._container(pod, RestoreError, Reason.RESTORE_DIED) as container, contextlib.suppress(ProcessLookupError):
+            restore.clear(container)
+
+    def end(self, pod: PodRef, started_before: float) -> None:
+        """Kill PID 1 of the container if it started before this time (Unix seconds)."""
+        with contextlib.suppress(RestoreError), self._container(pod, RestoreError, Reason.RESTORE_DIED) as container:
+            ticks = os.sysconf("SC_CLK_TCK")
+            boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
+            if boot + container.init.start_time / ticks < started_before:
+                signal.pidfd_send_signal(container.pidfd, signal.SIGKILL)
+
+    def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
+        """Dump the tree at the barrier."""
+        with self._container(pod, CaptureError, Reason.SOURCE_GONE) as container:
+            request = capture.CaptureRequest(
+                content=order.content,
+                timeout_s=order.timeout_s,
+                max_bytes=order.max_bytes,
+                # vLLM's own snapshot server leaves gloo's listeners open, on the loopback address of the pod's network.
+                allow_loopback_listeners=foreign and container.namespace("net") != os.readlink(self._proc / "1/ns/net"),
+                extra={
+                    "content_uid": order.content_uid,
+                    "identity": order.identity,
+                    "snapshot_uid": order.snapshot_uid,
+                    "oracle": oracle.to_dict(),
+                    "foreign": foreign,
+                },
+            )
+            result = capture.capture(container, request, self.store, self._criu, self._accelerator, on_resumed=on_resumed)
+            return _stored(result.manifest)
+
+    def resume(self, pod: PodRef) -> None:
+        """Let a tree run on that an interrupted capture left stopped."""
+        with self._container(pod, CaptureError, Reason.SOURCE_GONE) as container, contextlib.suppress(ProcessLookupError):
+            capture.resume(container)
+
+
+def _stored(manifest: Manifest) -> Stored:
+    """The manifest as deciders want it."""
+    extra = manifest.extra
+    oracle = None
+    with contextlib.suppress(ProtocolError):
+        oracle = Oracle.from_dict(extra.get("oracle"), "manifest: oracle")
+    return Stored(
+        content=manifest.content,
+        content_uid=str(extra.get("content_uid", "")),
+        bytes=manifest.disk_bytes,
+        digest=manifest.digest,
+        captured_at=manifest.captured_at,
+        oracle=oracle,
+        phases=manifest.phases,
+        environment=manifest.environment,
+        foreign=extra.get("foreign") is True,
+    )

@@ -1,0 +1,115 @@
+"""The boundary between deciding and doing: what `reconcile.py` asks of the node, as one Protocol.
+
+Everything behind it is synchronous, may take seconds, and runs in a thread. `local.py` is the real one; tests script another.
+Errors are exceptions that carry `reason` (a constant of the API) and `message`; see `explain`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from vllmsnapshot_child.protocol import Oracle
+
+from ..api.types import Check
+
+
+@dataclass(frozen=True, kw_only=True)
+class PodRef:
+    """A pod on this node, pinned by UID."""
+
+    namespace: str
+    name: str
+    uid: str
+
+
+@dataclass(frozen=True, kw_only=True)
+class Order:
+    """What to capture, and for which content."""
+
+    content: str
+    content_uid: str
+    identity: str
+    snapshot_uid: str
+    timeout_s: float
+    max_bytes: int | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class Stored:
+    """A complete artifact in the store of this node. `oracle` is the answer that a restored engine must give."""
+
+    content: str
+    content_uid: str
+    bytes: int
+    digest: str
+    captured_at: str
+    oracle: Oracle | None = None
+    phases: Mapping[str, float] = field(default_factory=dict)
+    environment: Mapping[str, str] = field(default_factory=dict)
+    foreign: bool = False  # the captured server is vLLM's own, which writes no serving.json
+
+
+@dataclass(frozen=True, kw_only=True)
+class Revived:
+    """A tree that CRIU has put back: its root in the container's PID namespace, and seconds per phase."""
+
+    pid: int
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Health:
+    """What the doctor found. `capable`: captures and restores can work here; if not, `message` says what is in the way."""
+
+    capable: bool
+    message: str = ""
+    checks: Sequence[Check] = ()
+    environment: Mapping[str, str] = field(default_factory=dict)
+    boot_id: str = ""
+    store_bytes_used: int = 0
+    store_bytes_free: int = 0
+
+
+class NodeOps(Protocol):
+    """What the agent can do to its node. Every call is idempotent; none follows a path that a workload wrote."""
+
+    def doctor(self) -> Health:
+        """Examine the node."""
+
+    def artifacts(self) -> Sequence[Stored]:
+        """All complete artifacts."""
+
+    def artifact(self, content: str) -> Stored | None:
+        """The complete artifact of that content, or None. Reads the manifest only."""
+
+    def delete_artifact(self, content: str) -> None:
+        """Remove the files of a content, complete or not."""
+
+    def raise_pids(self, pod: PodRef) -> None:
+        """Let the next process of the container get a high PID, so that a capture of it can be restored anywhere."""
+
+    def restore(self, pod: PodRef, content: str, timeout_s: float) -> Revived:
+        """Bring the captured tree up in the pod's container. After an error nothing but PID 1 is left there."""
+
+    def clear(self, pod: PodRef) -> None:
+        """Kill everything in the container but PID 1 and wait until it is gone."""
+
+    def end(self, pod: PodRef, started_before: float) -> None:
+        """Kill PID 1 of the container, and with it everything else, if it started before this time (Unix seconds)."""
+
+    def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
+        """Dump the tree at the barrier. Calls `on_resumed` once the tree runs again; on return the artifact is durable."""
+
+    def resume(self, pod: PodRef) -> None:
+        """Let a tree run on that an interrupted capture left stopped."""
+
+
+def explain(error: BaseException, default: str) -> tuple[str, str]:
+    """Reason and message of an error of the node; `default` is the reason of one that names none."""
+    reason = getattr(error, "reason", None)
+    message = getattr(error, "message", None) or str(error) or type(error).__name__
+    if not isinstance(reason, str) or not reason:
+        reason, message = default, f"{type(error).__name__}: {message}"
+    return reason, str(message)[:2000]

@@ -1,0 +1,663 @@
+"""Seeing and doing: gathers the view of a pod or a content, asks `decide.py`, does that one step, and looks again.
+
+Nothing is remembered here that matters. Files and ledger are written before the API is told, and the API is told through the
+outbox, so an API server that is away delays what is reported and never what is done.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, ParamSpec, TypeVar
+
+from vllmsnapshot_child import protocol
+from vllmsnapshot_child.protocol import HELLO, SERVING, START, Hold, Message, Oracle, Restored, Serving
+from vllmsnapshot_child.protocol import Release as ReleaseMarker
+
+from ..api import constants as c
+from ..api.constants import Reason
+from ..api.types import VLLMSnapshotContentStatus
+from ..kube import CONTENTS, EVENTS, PODS, ApiError, Kube, Object
+from . import decide, facts, report
+from .cache import Cache
+from .control import Files, control_path, read_files, write_restored
+from .decide import Candidate, Pod, View, next_step
+from .ledger import Ledger
+from .nodeops import Health, NodeOps, Order, Stored, explain
+from .outbox import Outbox
+from .slots import Slots
+
+log = logging.getLogger(__name__)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+MAX_STEPS = 64
+"""Steps in one pass; a pass that needs more has two steps that undo each other."""
+PIDS_TIMEOUT_S = 1.0
+"""Raising the PIDs is worth waiting for, but not for long: without it a capture may be harder to restore, nothing worse."""
+HOLD_MARGIN_S = 30.0
+"""Init releases by itself this long after the capture's own limit."""
+PROBE_PAUSE_S = 0.2
+"""Between two questions to a foreign server that does not answer yet."""
+QUEUE_PAUSE_S = 1.0
+"""A queued restore looks again this often, besides being woken: its time may be up."""
+
+Ask = Callable[[str, int], Awaitable[Oracle | None]]
+"""Asks a server (address, port) the canary prompt; None while it does not answer."""
+
+
+async def _ask_nobody(_address: str, _port: int) -> Oracle | None:
+    return None
+
+
+@dataclass
+class Node:
+    """What the parts of the agent share."""
+
+    name: str
+    kubelet_dir: str
+    ops: NodeOps
+    kube: Kube
+    ledger: Ledger
+    pods: Cache
+    contents: Cache
+    outbox: Outbox
+    ask: Ask = _ask_nobody
+    clock: Callable[[], float] = time.time
+    wrote: Callable[[str], None] = lambda _: None  # called after every durable write
+    wake_pod: Callable[[str], None] = lambda _: None
+    wake_content: Callable[[str], None] = lambda _: None
+    wake_node: Callable[[], None] = lambda: None
+    health: Health = field(default_factory=lambda: Health(capable=False, message="the node has not been examined yet"))
+    stored: dict[str, Stored] = field(default_factory=dict)  # a copy of what the store holds; the store itself decides
+    busy: Counter[str] = field(default_factory=Counter)  # contents whose files are in use
+    told: dict[str, None] = field(default_factory=dict)  # names of events that were written
+    counts: Counter[str] = field(default_factory=Counter)  # for /metrics
+    pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=64, thread_name_prefix="node"))
+
+    async def thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
+        """Run something slow in a thread of our own (asyncio's pool is as small as the machine)."""
+        return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args, **kwargs))
+
+    async def refresh(self) -> None:
+        """Look into the store again."""
+        self.stored = {x.content: x for x in await self.thread(self.ops.artifacts)}
+
+    @contextmanager
+    def using(self, content: str) -> Iterator[None]:
+        """Keep the files of a content from being deleted."""
+        self.busy[content] += 1
+        try:
+            yield
+        finally:
+            self.busy[content] -= 1
+            if not self.busy[content]:
+                del self.busy[content]
+            self.wake_content(content)
+            self.wake_node()
+
+    def candidates(self) -> tuple[Candidate, ...]:
+        """The contents of this node as decisions see them."""
+        found = []
+        for obj in self.contents.all():
+            meta = obj["metadata"]
+            item = facts.candidate(obj, self.stored.get(meta["name"]), self.ledger.entry(meta["name"], meta["uid"]))
+            if item is not None and item.node == self.name:
+                found.append(item)
+        return tuple(found)
+
+    def tell(self, pod: Pod, reason: str, action: str, note: str, key: str, *, warning: bool = False) -> None:
+        """Write an event, if it has not been written before."""
+        event = report.Event(
+            pod=pod.ref,
+            snapshot=pod.snapshot,
+            snapshot_uid=pod.snapshot_uid,
+            reason=report.word(reason),
+            action=action,
+            note=note,
+            key=key,
+            warning=warning,
+        )
+        for obj in report.events(event, self.name, self.clock()):
+            name = obj["metadata"]["name"]
+            if name in self.told:
+                continue
+            self.told[name] = None
+            while len(self.told) > 10_000:
+                self.told.pop(next(iter(self.told)))
+
+            async def send(obj: Object = obj) -> None:
+                await self.kube.create(EVENTS, obj, c.MANAGER_AGENT)
+
+            self.outbox.post(f"event/{name}", send, tries=5)
+
+
+# --- pods ------------------------------------------------------------------------------------------------------------
+
+
+class Pods:
+    """The steps of one pod after another. `settle` of one pod must not run twice at the same time."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+        self.slots = Slots(node.wake_pod)
+
+    def observe(self, uid: str) -> View | None:
+        """Everything there is to see; None if the pod is not (any more) one of ours."""
+        n = self.node
+        obj = n.pods.get(uid)
+        if obj is None or not facts.ours(obj, n.name):
+            return None
+        files = read_files(control_path(n.kubelet_dir, uid))
+        return View(
+            now=n.clock(),
+            node=n.name,
+            pod=facts.pod_facts(obj),
+            files=files or Files(problems={HELLO: "no control volume"}),
+            candidates=n.candidates(),
+            capable=n.health.capable,
+            incapable=n.health.message,
+            attempts=tuple(n.ledger.attempts(uid)),
+            blocked=n.ledger.blocked(uid),
+        )
+
+    async def settle(self, uid: str) -> float | None:
+        """Do steps until there is nothing to do. Seconds after which to look again, None: only when something changes."""
+        for _ in range(MAX_STEPS):
+            view = self.observe(uid)
+            if view is None:
+                self.slots.leave(uid)
+                return None
+            step = next_step(view)
+            if not isinstance(step, decide.Restore):
+                self.slots.leave(uid)
+            if isinstance(step, decide.Answer):
+                # Nothing comes before the answer: init, and the user, wait for it.
+                await self._do(view, step)
+                continue
+            self.say(view)
+            if isinstance(step, decide.Wait):
+                return None if step.until is None else max(0.0, step.until - view.now)
+            log.info("%s/%s: %s", view.pod.ref.namespace, view.pod.ref.name, step)
+            delay = await self._do(view, step)
+            if delay is not None:
+                return delay
+        log.error("pod %s does not come to rest: %s", uid, step)
+        return QUEUE_PAUSE_S
+
+    async def _do(self, v: View, step: decide.Step) -> float | None:
+        """One step. Returns a delay where there is nothing more to do for now."""
+        match step:
+            case decide.Answer():
+                await self._answer(v, step)
+            case decide.Restore():
+                return await self._restore(v, step)
+            case decide.GiveUpRestore():
+                await self._give_up(v, step)
+            case decide.Settle():
+                await self._settle_restore(v, step)
+            case decide.Release():
+                await self._release(v, step)
+            case decide.Capture():
+                await self._capture(v, step)
+            case decide.FailOrder():
+                await self._fail_order(v, step)
+            case decide.Probe():
+                return await self._probe(v, step)
+            case decide.Condemn():
+                return await self._condemn(v, step)
+            case decide.Wait():
+                pass
+        return None
+
+    # --- steps ---
+
+    async def _answer(self, v: View, step: decide.Answer) -> None:
+        start = step.start
+        if start.mode == "cold" and start.attended:
+            await self._raise_pids(v)
+        # `exclusive`: an answer that is there already, by whomever, stands.
+        await self._save(v, start, exclusive=True)
+        log.info("%s/%s: %s (%s) %s", v.pod.ref.namespace, v.pod.ref.name, start.mode, start.reason, start.message)
+        self.node.counts[f'decisions_total{{mode="{start.mode}",reason="{start.reason}"}}'] += 1
+        self._tell_start(v, start)
+
+    def _tell_start(self, v: View, start: protocol.Start) -> None:
+        note = f"{start.reason}: {start.message}"
+        if start.mode == "cold":
+            self.node.tell(v.pod, "ColdStarted", "Start", f"Starts cold, {note}", start.incarnation + start.reason)
+        elif start.mode == "refuse":
+            self.node.tell(v.pod, start.reason, "Start", f"Start refused, {start.message}", start.incarnation, warning=True)
+
+    async def _restore(self, v: View, step: decide.Restore) -> float | None:
+        n, ref, word = self.node, v.pod.ref, v.files.incarnation
+        content = v.candidate(step.content)
+        assert content is not None
+        if not self.slots.take(ref.uid, v.pod.settings.max_concurrent_per_node):
+            return QUEUE_PAUSE_S
+        try:
+            with n.using(step.content):
+                try:
+                    await n.thread(n.ledger.begin, step.content, content.uid, ref.uid, word, n.clock())
+                    revived = await n.thread(n.ops.restore, ref, step.content, step.timeout_s)
+                    self._in_time(v)
+                except Exception as e:  # whatever the node did: the replica starts cold
+                    await self._restore_failed(v, content, e)
+                    return None
+            await n.thread(
+                self._write_restored,
+                ref.uid,
+                Restored(incarnation=word, pid=revived.pid, content=step.content),
+                dict(revived.phases),
+                content.oracle,
+            )
+            n.wrote("restored.json")
+            return None
+        finally:
+            self.slots.leave(ref.uid)
+
+    def _in_time(self, v: View) -> None:
+        """Raises TimeoutError if init may have started another engine in the meantime."""
+        if v.files.start is None or self.node.clock() - v.files.at[START] >= v.files.start.timeout_s - 0.5:
+            raise TimeoutError("the tree came back when init no longer waited for it")
+
+    def _write_restored(self, uid: str, message: Restored, phases: dict[str, float], oracle: Oracle | None) -> None:
+        with protocol.open_dir(control_path(self.node.kubelet_dir, uid)) as fd:
+            write_restored(fd, message, phases, oracle)
+
+    async def _restore_failed(self, v: View, content: Candidate, error: Exception) -> None:
+        default = Reason.RESTORE_TIMEOUT if isinstance(error, TimeoutError) else Reason.RESTORE_FAILED
+        reason, message = explain(error, default)
+        log.warning("%s/%s: restore from %s: %s", v.pod.ref.namespace, v.pod.ref.name, content.name, message, exc_info=error)
+        await self._settle_restore(
+            v,
+            decide.Settle(
+                content=content.name, incarnation=v.files.incarnation, outcome="failed", reason=reason, message=message
+            ),
+        )
+        if reason in (Reason.ARTIFACT_MISSING, Reason.ARTIFACT_CORRUPT):
+            await self._try(self.node.refresh(), "look into the store")
+
+    async def _settle_restore(self, v: View, step: decide.Settle) -> None:
+        n = self.node
+        settled = await n.thread(self._settle_in_ledger, step.content, v.pod.ref.uid, step, self._budget(step.content))
+        if settled:
+            n.counts[f'restores_total{{outcome="{step.outcome}"}}'] += 1
+            note = f"{step.content}: {step.reason}: {step.message}"
+            if step.outcome == "succeeded":
+                seconds = v.now - v.files.at.get(START, v.now)
+                note = f"Serves, restored from {step.content}, {seconds:.1f} s after the decision"
+                n.tell(v.pod, Reason.RESTORED, "Restore", note, step.incarnation)
+            elif step.outcome == "failed":
+                n.tell(v.pod, Reason.RESTORE_FAILED, "Restore", note, step.incarnation, warning=True)
+        n.wake_content(step.content)
+
+    def _settle_in_ledger(self, content: str, pod: str, step: decide.Settle, budget: int) -> bool:
+        try:
+            return self.node.ledger.settle(content, pod, step.incarnation, step.outcome, step.reason, step.message, budget=budget)
+        except OSError:
+            # Memory has it. A disk that is full must not keep the replica from starting cold.
+            log.exception("the ledger of %s cannot be written", content)
+            return True
+
+    def _budget(self, content: str) -> int:
+        obj = self.node.contents.get(content)
+        spec = facts.content_spec(obj) if obj is not None else None
+        return spec.failure_budget if spec is not None else 3
+
+    async def _give_up(self, v: View, step: decide.GiveUpRestore) -> None:
+        await self._try(self.node.thread(self.node.ops.clear, v.pod.ref), f"clear {v.pod.ref.name}")
+        if step.start.attended:
+            await self._raise_pids(v)
+        await self._save(v, step.start)
+        self._tell_start(v, step.start)
+
+    async def _release(self, v: View, step: decide.Release) -> None:
+        if step.resume:
+            await self._try(self.node.thread(self.node.ops.resume, v.pod.ref), f"resume {v.pod.ref.name}")
+        await self._save(v, self._marker(v), exclusive=True)
+
+    def _marker(self, v: View) -> ReleaseMarker:
+        env = {**v.pod.env, c.ENV_PORT: str(v.pod.port)}
+        return ReleaseMarker(incarnation=v.files.incarnation, host=v.pod.host, port=v.pod.port, env=env)
+
+    async def _capture(self, v: View, step: decide.Capture) -> None:
+        n, ref = self.node, v.pod.ref
+        obj = n.contents.get(step.content)
+        spec = facts.content_spec(obj) if obj is not None else None
+        ready = v.files.ready
+        if obj is None or spec is None or ready is None:
+            return
+        uid = obj["metadata"]["uid"]
+        await self._save(v, Hold(incarnation=v.files.incarnation, timeout_s=spec.timeout_seconds + HOLD_MARGIN_S))
+        n.tell(v.pod, "CaptureStarted", "Capture", f"Captures {step.content}", step.content)
+        now = self.observe(ref.uid)
+        if now is not None:
+            self.say(now)
+        order = Order(
+            content=step.content,
+            content_uid=uid,
+            identity=spec.identity,
+            snapshot_uid=spec.snapshot_ref.uid,
+            timeout_s=float(spec.timeout_seconds),
+            max_bytes=spec.max_artifact_bytes,
+        )
+        marker = self._marker(v)
+        loop = asyncio.get_running_loop()
+
+        def resumed() -> None:
+            # In the thread of the capture: the replica serves while its artifact is still being written to the disk.
+            self._write(ref.uid, marker, exclusive=True)
+            loop.call_soon_threadsafe(self._say_again, ref.uid)
+
+        with n.using(step.content):
+            try:
+                stored = await n.thread(n.ops.capture, ref, order, ready.oracle, ready.protocol is None, resumed)
+            except Exception as e:
+                reason, message = explain(e, Reason.DUMP_FAILED)
+                log.warning("%s/%s: capture %s: %s: %s", ref.namespace, ref.name, step.content, reason, message, exc_info=e)
+                await self._note_failed(step.content, uid, reason, message)
+                n.counts['captures_total{outcome="failed"}'] += 1
+            else:
+                n.stored[step.content] = stored
+                n.counts['captures_total{outcome="succeeded"}'] += 1
+        n.wake_content(step.content)
+
+    def _say_again(self, uid: str) -> None:
+        view = self.observe(uid)
+        if view is not None:
+            self.say(view)
+
+    async def _note_failed(self, content: str, uid: str, reason: str, message: str) -> None:
+        try:
+            await self.node.thread(self.node.ledger.capture_failed, content, uid, reason, message)
+        except OSError:
+            log.exception("the ledger of %s cannot be written", content)
+
+    async def _fail_order(self, v: View, step: decide.FailOrder) -> None:
+        content = v.candidate(step.content)
+        assert content is not None
+        await self._note_failed(step.content, content.uid, step.reason, step.message)
+        self.node.wake_content(step.content)
+
+    async def _probe(self, v: View, step: decide.Probe) -> float | None:
+        answer = await self.node.ask(v.pod.address, v.pod.port) if v.pod.address else None
+        if answer is None:
+            return PROBE_PAUSE_S
+        if not answer.token_ids and step.expected is not None:
+            # A server that tells no token ids is believed in them: text and logprob are compared.
+            answer = Oracle(
+                token_ids=step.expected.token_ids, text=answer.text, sampled_token_logprob=answer.sampled_token_logprob
+            )
+        # Written in the server's place, so that from here on it is as if it had reported by itself.
+        await self._save(
+            v,
+            Serving(
+                incarnation=v.files.incarnation,
+                host=v.pod.host,
+                port=v.pod.port,
+                oracle={**answer.to_dict(), "token_ids": answer.token_ids or [0]},
+            ),
+        )
+        return None
+
+    async def _condemn(self, v: View, step: decide.Condemn) -> float:
+        n = self.node
+        found = v.attempt()
+        if found is not None and found[1].outcome == "pending":
+            await self._settle_restore(
+                v,
+                decide.Settle(
+                    content=found[0],
+                    incarnation=found[1].incarnation,
+                    outcome="failed",
+                    reason=Reason.CANARY_MISMATCH,
+                    message=step.message,
+                ),
+            )
+        for name in step.contents:
+            content = v.candidate(name)
+            if content is not None:
+                try:
+                    await n.thread(n.ledger.quarantine, name, content.uid, Reason.CANARY_MISMATCH, step.message)
+                except OSError:
+                    log.exception("the ledger of %s cannot be written", name)
+                n.wake_content(name)
+        n.tell(v.pod, Reason.CANARY_MISMATCH, "Verify", step.message, v.files.incarnation, warning=True)
+        # PID 1, not the tree alone: the kernel ends the whole namespace at once, and the kubelet counts and backs off.
+        # The time guards its successor, which may be running before it has cleared the files that we still see.
+        await self._try(n.thread(n.ops.end, v.pod.ref, v.files.at[SERVING]), f"end {v.pod.ref.name}")
+        return QUEUE_PAUSE_S
+
+    # --- small parts ---
+
+    async def _raise_pids(self, v: View) -> None:
+        try:
+            await asyncio.wait_for(self.node.thread(self.node.ops.raise_pids, v.pod.ref), PIDS_TIMEOUT_S)
+        except Exception as e:
+            log.warning("%s/%s: PIDs not raised: %s", v.pod.ref.namespace, v.pod.ref.name, explain(e, "Error")[1])
+
+    async def _save(self, v: View, message: Message, *, exclusive: bool = False) -> None:
+        await self.node.thread(self._write, v.pod.ref.uid, message, exclusive=exclusive)
+
+    def _write(self, uid: str, message: Message, *, exclusive: bool = False) -> None:
+        with protocol.open_dir(control_path(self.node.kubelet_dir, uid)) as fd:
+            message.save(fd, exclusive=exclusive)
+        self.node.wrote(message.FILE)
+
+    async def _try(self, doing: Awaitable[Any], what: str) -> None:
+        try:
+            await doing
+        except Exception as e:
+            log.warning("cannot %s: %s", what, explain(e, "Error"), exc_info=e)
+
+    # --- reports ---
+
+    def say(self, v: View) -> None:
+        """Bring the pod's condition, label and annotation in line with what is seen, if they are not."""
+        obj = self.node.pods.get(v.pod.ref.uid)
+        if obj is None or v.pod.deleting:
+            return
+        before = facts.report_of(obj)
+        if HELLO in v.files.problems and before.incarnation:
+            # A volume that cannot be read (any more) is no news of the container.
+            return
+        said = report.say(v, before)
+        if said is None:
+            return
+        key = f"pod/{v.pod.ref.uid}"
+        if not (self._condition_differs(obj, said) or self._metadata_differs(obj, said) or self.node.outbox.waits(key)):
+            return
+
+        async def send() -> None:
+            current = self.node.pods.get(v.pod.ref.uid)
+            # The condition first: it is what readiness waits for.
+            if current is not None and self._condition_differs(current, said):
+                have = facts.condition(current, c.CONDITION_VERIFIED)
+                body = report.pod_condition(v.pod.ref, said.verified, have, self.node.clock())
+                self.node.pods.put(await self.node.kube.apply(PODS, body, c.MANAGER_AGENT, subresource="status"))
+                self.node.wrote("pod status")
+            current = self.node.pods.get(v.pod.ref.uid)
+            if current is not None and self._metadata_differs(current, said):
+                body = report.pod_metadata(v.pod.ref, said)
+                self.node.pods.put(await self.node.kube.apply(PODS, body, c.MANAGER_AGENT))
+                self.node.wrote("pod metadata")
+
+        self.node.outbox.post(key, send)
+
+    @staticmethod
+    def _condition_differs(obj: Object, said: report.Said) -> bool:
+        have = facts.condition(obj, c.CONDITION_VERIFIED)
+        if not have:
+            # A gate without condition is closed as well: "not yet" need not be written before anything else was.
+            return not (said.verified.status == "False" and said.verified.reason == Reason.STARTING)
+        return any(have.get(k) != getattr(said.verified, k) for k in ("status", "reason", "message"))
+
+    @staticmethod
+    def _metadata_differs(obj: Object, said: report.Said) -> bool:
+        meta = obj["metadata"]
+        label = (meta.get("labels") or {}).get(c.LABEL_START_MODE)
+        text = (meta.get("annotations") or {}).get(c.ANNOTATION_REPORT)
+        return label != said.start_mode or text != report.report_json(said.report)
+
+
+# --- contents --------------------------------------------------------------------------------------------------------
+
+
+class Contents:
+    """Keeps the status of this node's contents in line with store and ledger, and deletes files whose content goes."""
+
+    def __init__(self, node: Node) -> None:
+        self.node = node
+
+    async def settle(self, name: str) -> float | None:
+        """One content. Seconds after which to look again, None: only when something changes. Raises ApiError."""
+        n = self.node
+        obj = n.contents.get(name)
+        spec = facts.content_spec(obj) if obj is not None else None
+        if obj is None or spec is None or spec.node_name != n.name:
+            return None
+        if "deletionTimestamp" in obj["metadata"]:
+            return await self._delete(obj)
+        uid = obj["metadata"]["uid"]
+        old = facts.content_status(obj)
+        counts = old.restores
+        if counts is not None and not n.ledger.known(name, uid):
+            await n.thread(
+                n.ledger.adopt,
+                name,
+                uid,
+                succeeded=counts.succeeded,
+                failed=counts.failed,
+                consecutive=counts.consecutive_failures,
+                last_failure=counts.last_failure or "",
+            )
+        entry = n.ledger.entry(name, uid)
+        stored = n.stored.get(name)
+        if stored is not None and stored.content_uid not in ("", uid):
+            stored = None
+        settled = facts.is_true(obj, c.CAPTURED) or facts.is_true(obj, c.FAILED)
+        failed: tuple[str, str] | None = None
+        delay: float | None = None
+        if entry.capture_failed is not None:
+            failed = (entry.capture_failed.reason, entry.capture_failed.message)
+        elif not settled and stored is None:
+            failed, delay = await self._source_gone(spec.snapshot_ref.namespace, spec.source_pod.name, spec.source_pod.uid)
+        lost = False
+        if facts.is_true(obj, c.CAPTURED) and stored is None:
+            lost = await n.thread(n.ops.artifact, name) is None
+        if stored is not None and (failed is not None or facts.is_true(obj, c.FAILED)) and not facts.is_true(obj, c.CAPTURED):
+            # Failed is what everybody was told: files that turned up nevertheless are nobody's.
+            await self._drop_files(name)
+            stored = None
+        new = report.content_status(old, stored, entry, failed=failed, lost=lost, now=n.clock())
+        if new != old or n.outbox.waits(f"content/{name}"):
+            self._write(obj, new)
+        return delay
+
+    def _write(self, obj: Object, status: VLLMSnapshotContentStatus) -> None:
+        n, name, uid = self.node, obj["metadata"]["name"], obj["metadata"]["uid"]
+        body = {"metadata": {"name": name, "uid": uid}, "status": status.dump()}
+
+        async def send() -> None:
+            current = n.contents.get(name)
+            if current is None or facts.content_status(current) == status:
+                return
+            now = await n.kube.apply(CONTENTS, body, c.MANAGER_AGENT, subresource="status")
+            n.contents.put(now)
+            n.wrote("content status")
+            self._tell(now)
+            n.wake_content(name)
+            n.wake_node()
+
+        n.outbox.post(f"content/{name}", send)
+
+    def _tell(self, obj: Object) -> None:
+        spec = facts.content_spec(obj)
+        pod = self.node.pods.get(spec.source_pod.uid) if spec is not None else None
+        if spec is None or pod is None:
+            return
+        name, pod_facts = obj["metadata"]["name"], facts.pod_facts(pod)
+        captured, failed = facts.condition(obj, c.CAPTURED), facts.condition(obj, c.FAILED)
+        if captured.get("status") == "True":
+            self.node.tell(pod_facts, Reason.CAPTURED, "Capture", f"Captured {name}, {captured.get('message')}", name)
+        elif failed.get("status") == "True":
+            note = f"{name}: {failed.get('reason')}: {failed.get('message')}"
+            self.node.tell(pod_facts, Reason.CAPTURE_FAILED, "Capture", note, name, warning=True)
+
+    async def _source_gone(self, namespace: str, name: str, uid: str) -> tuple[tuple[str, str] | None, float | None]:
+        """Why the source of an open order can never be captured, if so. Only a live answer of the API server counts."""
+        n = self.node
+        if n.pods.get(uid) is not None:
+            return None, None
+        pod = await n.kube.get(PODS, name, namespace)
+        if pod is None or pod["metadata"]["uid"] != uid:
+            return (Reason.SOURCE_GONE, f"pod {namespace}/{name} is gone"), None
+        if not facts.ours(pod, n.name):
+            return (Reason.SOURCE_GONE, f"pod {namespace}/{name} is no replica on this node"), None
+        n.pods.put(pod)
+        n.wake_pod(uid)
+        return None, None
+
+    async def _delete(self, obj: Object) -> float | None:
+        """Files first, then the finalizer: an object that is gone has no files left."""
+        n, meta = self.node, obj["metadata"]
+        finalizers = meta.get("finalizers") or []
+        if c.FINALIZER_CONTENT not in finalizers:
+            return None
+        if n.busy[meta["name"]]:
+            return QUEUE_PAUSE_S
+        await self._drop_files(meta["name"])
+        await n.thread(n.ledger.forget, meta["name"])
+        i = finalizers.index(c.FINALIZER_CONTENT)
+        operations: list[Object] = [
+            {"op": "test", "path": "/metadata/uid", "value": meta["uid"]},
+            {"op": "test", "path": f"/metadata/finalizers/{i}", "value": c.FINALIZER_CONTENT},
+            {"op": "remove", "path": f"/metadata/finalizers/{i}"},
+        ]
+        try:
+            await n.kube.patch(CONTENTS, meta["name"], None, operations, c.MANAGER_AGENT)
+        except ApiError as e:
+            if e.status != 422:
+                raise
+            # The list of finalizers moved: the watch tells, and we come again.
+            return QUEUE_PAUSE_S
+        n.wrote("finalizer")
+        return None
+
+    async def _drop_files(self, name: str) -> None:
+        n = self.node
+        await n.thread(n.ops.delete_artifact, name)
+        n.stored.pop(name, None)
+        n.wrote("artifact deleted")
+        n.wake_node()
+
+    async def collect(self) -> None:
+        """Delete artifacts and ledger entries that no content object stands for. Raises ApiError.
+
+        The store is read before the API server: an artifact that is there now had its content before.
+        """
+        n = self.node
+        await n.refresh()
+        held, remembered = dict(n.stored), n.ledger.contents()
+        live = {x["metadata"]["name"]: x["metadata"]["uid"] for x in await n.kube.list(CONTENTS)}
+        for name, stored in held.items():
+            if (name not in live or stored.content_uid not in ("", live[name])) and not n.busy[name]:
+                log.warning("deleting artifact %s: no content stands for it", name)
+                await self._drop_files(name)
+        for name in remembered:
+            if name not in live and not n.busy[name]:
+                await n.thread(n.ledger.forget, name)
+
+
+def watch_path(node: Node, uid: str) -> str:
+    """The directory to watch for a pod."""
+    return os.path.normpath(control_path(node.kubelet_dir, uid))

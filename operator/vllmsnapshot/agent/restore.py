@@ -1,0 +1,223 @@
+"""From an artifact to a running tree in a container that holds nothing but its PID 1; or back to that state."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Final
+
+from ..api.constants import Reason
+from . import identity, namespaces, staging
+from .accelerator import Accelerator
+from .containers import Container, Process, kill_all, parse_mountinfo
+from .criu import Criu, CriuError
+from .errors import AgentError, RestoreError
+from .staging import Staged, sweep
+from .store import Artifact, Manifest, Store
+
+log = logging.getLogger(__name__)
+
+MEMORY_MARGIN: Final = 64 << 20
+"""Bytes of the memory limit beside the image: PID 1, page tables, CRIU itself."""
+
+CLEAR_TIMEOUT_S: Final = 15.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreRequest:
+    """What to restore, and within which time (seconds)."""
+
+    content: str
+    timeout_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class RestoreResult:
+    """A running tree: its root's PID in the container's namespace, and seconds per phase (verify, stage, criu, restore in all)."""
+
+    pid: int
+    manifest: Manifest
+    phases: Mapping[str, float] = field(default_factory=dict)
+
+
+def restore(container: Container, request: RestoreRequest, store: Store, criu: Criu, accelerator: Accelerator) -> RestoreResult:
+    """Bring the captured tree up in the container, with the container's own output and cgroup.
+
+    Raises RestoreError or StoreError; then no process is left that was not there before.
+    """
+    started = time.monotonic()
+    deadline = started + request.timeout_s
+    with store.open(request.content) as artifact:
+        before = container.descendants()
+        try:
+            phases = _restore(container, artifact, store, criu, accelerator, before, deadline)
+        except BaseException as e:
+            _roll_back(container, artifact.manifest, accelerator, before)
+            raise _explained(e, container) from e
+        phases["restore"] = time.monotonic() - started
+        return RestoreResult(pid=artifact.manifest.root_pid, manifest=artifact.manifest, phases=phases)
+
+
+def clear(
+    container: Container, spare: tuple[Process, ...] = (), staged: Sequence[Staged] = (staging.SHM, staging.SCRATCH)
+) -> None:
+    """Kill everything in the container but PID 1 (and shells from outside), and wait until the PIDs are free.
+
+    Removes CRIU's files too: a later restore into this container would trip over them.
+
+    Raises RestoreError if something does not die in time, ProcessLookupError if PID 1 does.
+    """
+    left = kill_all(container, spare, timeout_s=CLEAR_TIMEOUT_S)
+    if left:
+        names = ", ".join(f"{p.ns_pid} ({p.comm}, {p.state})" for p in left[:8])
+        raise RestoreError(Reason.RESTORE_FAILED, f"processes that do not end: {names}")
+    # The root file system is not swept: too large, and CRIU's files are where deleted files were, in the volumes.
+    with contextlib.suppress(OSError):
+        sweep(container, [s for s in staged if s.path != "/"])
+
+
+def _restore(
+    container: Container,
+    artifact: Artifact,
+    store: Store,
+    criu: Criu,
+    accelerator: Accelerator,
+    before: list[Process],
+    deadline: float,
+) -> dict[str, float]:
+    manifest = artifact.manifest
+    started = time.monotonic()
+    _check_place(container, manifest, criu, accelerator)
+    artifact.verify()
+    phases = {"verify": time.monotonic() - started}
+    with contextlib.ExitStack() as stack:
+        stage = []
+        for name, path in manifest.staged.items():
+            fd = artifact.directory(name)
+            stack.callback(os.close, fd)
+            stage.append((Staged(name=name, path=path), fd))
+        images = artifact.directory("images")
+        stack.callback(os.close, images)
+        work = stack.enter_context(store.work_dir())
+        inherit = _stdio(container, manifest, stack)
+        outcome = criu.restore(
+            container,
+            images,
+            work,
+            timeout_s=max(0.1, deadline - time.monotonic()),
+            last_pid=_last_pid(manifest, container.proc),
+            stage=stage,
+            inherit=inherit,
+        )
+    phases |= outcome.phases
+    known = {(p.pid, p.start_time) for p in before}
+    tree = [p for p in container.descendants() if (p.pid, p.start_time) not in known]
+    lost = set(manifest.pids) - {p.ns_pid for p in tree if not p.zombie}
+    if lost:
+        raise RestoreError(Reason.RESTORE_DIED, f"processes {sorted(lost)} of the tree were not there after the restore")
+    accelerator.after_restore(sorted(tree, key=lambda p: p.ns_pid != manifest.root_pid))
+    return phases
+
+
+def _check_place(container: Container, manifest: Manifest, criu: Criu, accelerator: Accelerator) -> None:
+    """Insist that the image fits this node and container. Raises RestoreError."""
+    if container.namespace("user") != os.readlink(container.proc / "self/ns/user"):
+        raise RestoreError(
+            Reason.RESTORE_FAILED, "the container has a user namespace of its own (hostUsers: false), which is not supported"
+        )
+    here = identity.node_facts(criu.version(), criu.program, accelerator=accelerator.facts())
+    differences = identity.compare_node(manifest.environment, manifest.cpu_flags, here)
+    if not differences:
+        differences = identity.compare_files(manifest.mapped, container)
+    if differences:
+        more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
+        raise RestoreError(Reason.IDENTITY_MISMATCH, "; ".join(differences[:4]) + more)
+    taken = {p.ns_pid: p for p in container.processes()}
+    for pid in manifest.pids:
+        if pid in taken:
+            raise RestoreError(Reason.RESTORE_FAILED, f"PID {pid} is taken by {taken[pid].comm} ({taken[pid].state})")
+    limit = memory_limit(container, criu.cgroup_root)
+    needed = manifest.memory_bytes + MEMORY_MARGIN
+    if limit is not None and needed > limit:
+        raise RestoreError(
+            Reason.INSUFFICIENT_MEMORY, f"the tree takes {needed} bytes at once; the container's memory limit is {limit}"
+        )
+
+
+def _last_pid(manifest: Manifest, proc: Path) -> int:
+    """A PID above all of the tree, so that neither CRIU nor a shell takes one of them while they are put back."""
+    highest = max(manifest.pids)
+    limit = int((proc / "sys/kernel/pid_max").read_text())
+    # The threads of a process have PIDs too, which the manifest does not list; they were made one after the other.
+    wanted = highest + 10_000
+    return wanted if wanted < limit - 1000 else max(highest + 1, limit - 1000)
+
+
+def _stdio(container: Container, manifest: Manifest, stack: contextlib.ExitStack) -> dict[str, int]:
+    """The container's own output in the place of the pipes of the image: logs go on where the kubelet reads them."""
+    inherit = {}
+    for name, number in manifest.stdio.items():
+        try:
+            fd = namespaces.pidfd_getfd(container.pidfd, number)
+        except OSError as e:
+            raise RestoreError(Reason.RESTORE_FAILED, f"PID 1 has no descriptor {number}: {e.strerror}") from e
+        stack.callback(os.close, fd)
+        if not namespaces.is_pipe(fd):
+            raise RestoreError(
+                Reason.RESTORE_FAILED, f"descriptor {number} of PID 1 is no pipe, as it was in the captured container"
+            )
+        inherit[name] = fd
+    return inherit
+
+
+def memory_limit(container: Container, cgroup_root: Path) -> int | None:
+    """The container's memory limit (bytes), or None if it has none or it cannot be read."""
+    mounts = [
+        m for m in parse_mountinfo((container.proc / "self/mountinfo").read_text()) if Path(m.point).is_relative_to(cgroup_root)
+    ]
+    limits = []
+    for line in container.text("cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        for mount in mounts:
+            if mount.kind == "cgroup2" and not names:
+                file = "memory.max"
+            elif mount.kind == "cgroup" and "memory" in names.split(",") and "memory" in mount.options:
+                file = "memory.limit_in_bytes"
+            else:
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                inside = path[len(mount.root) :] if mount.root != "/" and path.startswith(mount.root) else path
+                limits.append(int((Path(mount.point) / inside.lstrip("/") / file).read_text()))
+    # v1 says "no limit" as the largest multiple of the page size.
+    return min((x for x in limits if x < 1 << 60), default=None)
+
+
+def _roll_back(container: Container, manifest: Manifest, accelerator: Accelerator, before: list[Process]) -> None:
+    """Kill what a failed restore made. Must not hide the error that brought us here."""
+    try:
+        known = {(p.pid, p.start_time) for p in before}
+        accelerator.before_terminate([p for p in container.descendants() if (p.pid, p.start_time) not in known])
+    except (OSError, AgentError):
+        log.exception("before the end of a failed restore")
+    try:
+        clear(container, tuple(before), [Staged(name=n, path=p) for n, p in manifest.staged.items()])
+    except OSError:
+        if container.alive():
+            log.exception("after a failed restore")
+    except AgentError as e:
+        log.error("after a failed restore: %s", e)  # noqa: TRY400
+
+
+def _explained(error: BaseException, container: Container) -> BaseException:
+    if isinstance(error, CriuError):
+        return RestoreError(Reason.RESTORE_TIMEOUT if error.timed_out else Reason.RESTORE_FAILED, str(error))
+    if isinstance(error, AgentError) or not isinstance(error, Exception):
+        return error
+    if not container.alive():
+        return RestoreError(Reason.RESTORE_DIED, "the container ended during the restore")
+    return RestoreError(Reason.RESTORE_FAILED, f"{type(error).__name__}: {error}")

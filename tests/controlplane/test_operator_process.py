@@ -1,0 +1,125 @@
+"""The operator as a process: kopf as event source, queue, resync and health, against the real API server."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import os
+import signal
+import sys
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+
+import aiohttp
+import pytest
+
+from tests.cluster import Cluster
+from tests.controlplane.scripted_agent import World, delete_all
+from vllmsnapshot.controller.app import Operator, Options
+from vllmsnapshot.kube import CONTENTS, NODES, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, Kube, Object
+
+ROOT = Path(__file__).parents[2]
+SYSTEM = "vllmsnapshot-system"
+LIMIT_S = 120.0
+"""Only so that a hang fails instead of hanging; nothing is measured."""
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[Cluster]:
+    with Cluster("operator-proc", mode="controlplane") as cluster:
+        cluster.kubectl("create", "namespace", SYSTEM)
+        with cluster.enter_network():
+            yield cluster
+
+
+def install_crds(cluster: Cluster) -> None:
+    cluster.kubectl("apply", "--server-side", "-f", ROOT / "deploy" / "crds")
+    cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+
+
+@pytest.fixture
+async def world(cluster: Cluster) -> AsyncIterator[World]:
+    """The world, stepping by itself."""
+    install_crds(cluster)
+    async with await Kube.connect(str(cluster.kubeconfig)) as kube:
+        world = World(kube, SYSTEM)
+        await world.add_node("node-a")
+
+        async def live() -> None:
+            while True:
+                moved = await world.step()
+                await asyncio.sleep(0 if moved else 0.05)  # the pace of the outside world, nothing waits for it
+
+        task = asyncio.create_task(live())
+        yield world
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        await delete_all(kube, SNAPSHOTS, "default")
+        for resource, namespace in ((PODS, "default"), (SERVICES, "default"), (PODS, SYSTEM), (CONTENTS, None), (NODES, None)):
+            await delete_all(kube, resource, namespace)
+        await delete_all(kube, SNAPSHOT_NODES)
+
+
+async def until(kube: Kube, name: str, what: Callable[[Object], bool]) -> Object:
+    """Follow the claim until the predicate holds."""
+    async with asyncio.timeout(LIMIT_S):
+        async for event in kube.watch(SNAPSHOTS, "default", fields=f"metadata.name={name}"):
+            for item in event.items or ((event.object,) if event.type != "SYNC" else ()):
+                if what(item):
+                    return item
+    raise AssertionError("unreachable")
+
+
+def ready(text: str) -> Callable[[Object], bool]:
+    return lambda item: item.get("status", {}).get("ready") == text
+
+
+async def apply(kube: Kube, name: str = "smol", **spec: object) -> None:
+    full = {"model": "/models/smol", "image": "vllm:1", **spec}
+    await kube.apply(SNAPSHOTS, {"metadata": {"namespace": "default", "name": name}, "spec": full}, "user")
+
+
+@contextlib.asynccontextmanager
+async def running(cluster: Cluster, kube: Kube, monkeypatch: pytest.MonkeyPatch, **options: object) -> AsyncIterator[Operator]:
+    """An operator in this process."""
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    settings = {"agent_namespace": SYSTEM, "health_port": 0, "resync_s": 600.0, "kubeconfig": str(cluster.kubeconfig), **options}
+    operator = Operator(kube, Options(**settings))  # type: ignore[arg-type]
+    stop = asyncio.Event()
+    task = asyncio.create_task(operator.run(stop))
+    try:
+        yield operator
+    finally:
+        stop.set()
+        async with asyncio.timeout(LIMIT_S):
+            await task
+
+
+async def get(port: int, path: str) -> tuple[int, str]:
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}{path}") as response:
+        return response.status, await response.text()
+
+
+async def test_events_alone_drive_a_claim_through_its_life(
+    cluster: Cluster, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The resync is off (600 s): every step must be woken by an event."""
+    kube = world.kube
+    async with running(cluster, kube, monkeypatch) as operator:
+        await apply(kube, replicas=2)
+        await until(kube, "smol", ready("2/2"))
+        assert (await get(operator.health.port, "/healthz"))[0] == 200
+        assert (await get(operator.health.port, "/readyz"))[0] == 200
+        assert "vllmsnapshot_operator_reconcile_total" in (await get(operator.health.port, "/metrics"))[1]
+        scale = {"metadata": {"namespace": "default", "name": "smol"}, "spec": {"replicas": 3}}
+        await kube.request(
+            "PATCH",
+            SNAPSHOTS.path("default", "smol", "scale"),
+            body={"spec": scale["spec"]},
+            content_type="application/merge-patch+json",
+        )
+        await until(kube, "smol", ready("3/3"))
+        annotations = (await kube.get(SNAPSHOTS, "smol", "default") or {})["metadata"].get("annotations", {})
+        assert not [name for name in annotations if "kopf" in name]

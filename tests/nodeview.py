@@ -1,0 +1,137 @@
+"""The local node behind the cluster's back: processes of a pod, control files, files of an artifact. For tests that break things.
+
+All of it is seen from outside: the cluster's processes are in this machine's /proc, and the kubelet's directory is on its disk.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import mmap
+import os
+import signal
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import TypeVar
+
+from tests.cluster import Cluster
+from vllmsnapshot.api import constants as c
+
+T = TypeVar("T")
+
+
+class NodeView:
+    """The node of a local cluster."""
+
+    def __init__(self, cluster: Cluster) -> None:
+        self.cluster = cluster
+
+    # --- processes ---
+
+    def processes(self, pod_uid: str) -> dict[int, list[str]]:
+        """PIDs (of this machine) and command lines of what runs in the pod's cgroups, the sandbox aside."""
+        found = {}
+        for pid, cgroups in _cgroups():
+            if pod_uid in cgroups:
+                with contextlib.suppress(OSError):
+                    argv = [part.decode(errors="replace") for part in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")[:-1]]
+                    if argv and argv[0] != "/pause":
+                        found[pid] = argv
+        return found
+
+    def tree(self, pod_uid: str) -> list[int]:
+        """The engine's processes: all but PID 1 of the container."""
+        return [pid for pid in self.processes(pod_uid) if _pid_inside(pid) not in (None, 1)]
+
+    def kill(self, pod_uid: str, word: str) -> int:
+        """SIGKILL the pod's processes with this word in their command line; returns how many."""
+        doomed = [pid for pid, argv in self.processes(pod_uid).items() if any(word in part for part in argv)]
+        for pid in doomed:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        return len(doomed)
+
+    # --- control files ---
+
+    def control(self, pod_uid: str) -> Path:
+        """The pod's control directory."""
+        return self.cluster.kubelet_dir / "pods" / pod_uid / "volumes/kubernetes.io~empty-dir" / c.CONTROL_VOLUME
+
+    async def when(self, what: str, probe: Callable[[], T | None], timeout_s: float = 60.0) -> T:
+        """Look every millisecond until the probe gives something: for acting in the middle of what takes milliseconds."""
+
+        def look() -> T:
+            end = time.monotonic() + timeout_s
+            while not (value := probe()):
+                if time.monotonic() > end:
+                    raise TimeoutError(f"waited {timeout_s:.0f} s for {what}")
+                time.sleep(0.001)
+            return value
+
+        return await asyncio.to_thread(look)
+
+    async def control_file(self, pod_uid: str, name: str, text: str = "", timeout_s: float = 60.0) -> str:
+        """Wait for a control file (that holds this text); returns what is in it."""
+        path = self.control(pod_uid) / name
+
+        def look() -> str | None:
+            try:
+                found = path.read_text()
+            except OSError:
+                return None
+            return found if text in found else None
+
+        return await self.when(f"{path}", look, timeout_s)
+
+    # --- artifacts ---
+
+    def artifact(self, content: str) -> Path | None:
+        """The directory of a content in the store, None if there is no such directory."""
+        found = [p for p in self.cluster.store_dir.rglob(f"{content}*") if p.is_dir()]
+        return min(found, key=lambda p: len(p.parts)) if found else None
+
+    def pages(self, content: str) -> list[Path]:
+        """The files that hold the memory of the captured tree."""
+        directory = self.artifact(content)
+        assert directory is not None, f"{content} is not in {self.cluster.store_dir}"
+        found = sorted(directory.rglob("pages-*.img"), key=lambda p: p.stat().st_size)
+        assert found, f"no pages in {directory}: {sorted(str(p) for p in directory.rglob('*'))}"
+        return found
+
+
+def flip(files: list[Path], needle: bytes, *, keep_time: bool = False) -> Path:
+    """Invert a byte in the middle of `needle`, in each place where it stands; returns the last file that had it.
+
+    `keep_time` gives the file its old modification time back, so that only its content tells.
+    """
+    last = None
+    for path in files:
+        before = path.stat()
+        with path.open("r+b") as f, mmap.mmap(f.fileno(), 0) as content:
+            at = content.find(needle)
+            while at >= 0:
+                content[at + len(needle) // 2] ^= 0xFF
+                last = path
+                at = content.find(needle, at + 1)
+        if keep_time:
+            os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert last is not None, "the bytes are in none of the files"
+    return last
+
+
+def _cgroups() -> Iterator[tuple[int, str]]:
+    for entry in os.listdir("/proc"):
+        if entry.isdigit():
+            with contextlib.suppress(OSError):
+                yield int(entry), Path(f"/proc/{entry}/cgroup").read_text()
+
+
+def _pid_inside(pid: int) -> int | None:
+    """The PID in the innermost namespace; None for a process that is gone or a zombie."""
+    try:
+        status = Path(f"/proc/{pid}/status").read_text()
+    except OSError:
+        return None
+    fields = dict(line.split(":\t", 1) for line in status.splitlines() if ":\t" in line)
+    return None if fields["State"].startswith(("Z", "X")) else int(fields["NSpid"].split()[-1])

@@ -1,0 +1,256 @@
+"""What the agent writes into the API: phases, conditions, statuses, events; facts read from objects of any shape."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.unit.agentbox import artifact, content_object, pod_object
+from vllmsnapshot.agent import facts, report
+from vllmsnapshot.agent.control import Files
+from vllmsnapshot.agent.decide import View
+from vllmsnapshot.agent.ledger import Entry, Why
+from vllmsnapshot.agent.nodeops import Health, PodRef
+from vllmsnapshot.api import constants as c
+from vllmsnapshot.api.constants import Reason
+from vllmsnapshot.api.types import Check, PodReport, PodSettings, VLLMSnapshotContentStatus, VLLMSnapshotNodeStatus
+from vllmsnapshot.controller import pods as controller_pods
+from vllmsnapshot_child.protocol import Hello, Ready, Release, Restored, Serving, Start
+
+NOW = 1_800_000_000.0
+REF = PodRef(namespace="default", name="a", uid="uid-a")
+
+
+def cold_view(**at: float) -> View:
+    obj = pod_object("a")
+    obj["metadata"]["creationTimestamp"] = facts.rfc3339(NOW)
+    obj["status"]["conditions"][0]["lastTransitionTime"] = facts.rfc3339(NOW + 1)
+    oracle = {"token_ids": [1], "text": "x", "sampled_token_logprob": -1.0}
+    files = Files(
+        hello=Hello(incarnation="i"),
+        start=Start(incarnation="i", mode="cold", reason=Reason.NO_ARTIFACT, message="none", attended=True),
+        ready=Ready(incarnation="i", token_ids=[1], text="x", sampled_token_logprob=-1.0, phases={"load": 20.0}, protocol=1),
+        release=Release(incarnation="i", host=None, port=1),
+        serving=Serving(incarnation="i", host=None, port=1, oracle=oracle, phases={"reload_s": 1.5, "bad": 1e300}),
+        at={
+            "hello.json": NOW + 3,
+            "start.json": NOW + 3.01,
+            "ready.json": NOW + 63,
+            "release.json": NOW + 65,
+            "serving.json": NOW + 68,
+        },
+    )
+    return View(now=NOW + 70, node="node-1", pod=facts.pod_facts(obj), files=files)
+
+
+def test_phases_of_a_cold_start() -> None:
+    said = report.say(cold_view(), PodReport())
+    assert said is not None
+    assert said.report.phases == {
+        "schedule_s": 1.0,
+        "container_s": 2.0,
+        "decide_s": 0.01,
+        "ready_s": 59.99,
+        "load_s": 20.0,
+        "barrier_s": 2.0,
+        "reload_s": 1.5,
+        "release_to_serving_s": 3.0,
+        "total_s": 68.0,
+    }
+    assert said.report.serving_at == facts.rfc3339(NOW + 68)
+
+
+def test_a_restored_process_does_not_report_the_phases_of_its_capture() -> None:
+    view = cold_view()
+    oracle = view.files.serving.oracle if view.files.serving else {}
+    files = replace(
+        view.files,
+        ready=None,
+        restored=Restored(incarnation="i", pid=1000, content="art"),
+        serving=Serving(incarnation="i", host=None, port=1, oracle=oracle, phases={"engine_s": 50.0, "reload_s": 1.5}),
+        restore_phases={"criu": 1.25},
+    )
+    said = report.say(replace(view, files=files), PodReport())
+    assert said is not None
+    assert (said.report.phases["criu_s"], said.report.phases["reload_s"]) == (1.25, 1.5)
+    assert "engine_s" not in said.report.phases
+
+
+def test_a_later_incarnation_counts_from_its_own_start() -> None:
+    said = report.say(cold_view(), PodReport(incarnation="before", restarts=1, phases={"criu_s": 1.0}))
+    assert said is not None
+    assert said.report.restarts == 2
+    assert said.report.phases["total_s"] == 65.0
+    assert "criu_s" not in said.report.phases
+
+
+def test_phases_of_an_earlier_report_of_the_same_incarnation_are_kept() -> None:
+    said = report.say(cold_view(), PodReport(incarnation="i", phases={"criu_s": 1.0}))
+    assert said is not None
+    assert said.report.phases["criu_s"] == 1.0
+
+
+def test_a_container_between_two_lives_is_not_verified() -> None:
+    view = cold_view()
+    between = View(now=view.now, node=view.node, pod=view.pod, files=Files())
+    assert report.say(between, PodReport()) is None
+    said = report.say(between, PodReport(incarnation="i", state="Serving", start="restore"))
+    assert said is not None
+    assert (said.verified.status, said.verified.reason, said.report.state) == ("False", Reason.STARTING, "Starting")
+
+
+def test_the_transition_time_moves_with_the_status_only() -> None:
+    verified = report.Verified(status="True", reason=Reason.VERIFIED, message="m")
+    old = {"status": "True", "lastTransitionTime": "2020-01-01T00:00:00Z"}
+    assert (
+        report.pod_condition(REF, verified, old, NOW)["status"]["conditions"][0]["lastTransitionTime"]
+        == old["lastTransitionTime"]
+    )
+    old["status"] = "False"
+    assert report.pod_condition(REF, verified, old, NOW)["status"]["conditions"][0]["lastTransitionTime"] == facts.rfc3339(NOW)
+
+
+# --- content ---------------------------------------------------------------------------------------------------------
+
+
+def status(old: VLLMSnapshotContentStatus, **changes: Any) -> VLLMSnapshotContentStatus:
+    arguments = {"stored": None, "entry": Entry(uid="u"), "failed": None, "lost": False, "now": NOW, **changes}
+    return report.content_status(old, arguments.pop("stored"), arguments.pop("entry"), **arguments)
+
+
+def true(found: VLLMSnapshotContentStatus) -> dict[str, str]:
+    return {x.type: x.reason for x in found.conditions or [] if x.status == "True"}
+
+
+def test_captured_and_failed_are_decided_once() -> None:
+    captured = status(VLLMSnapshotContentStatus(), stored=artifact("art", "u"))
+    assert true(captured) == {c.CAPTURED: Reason.CAPTURED}
+    assert true(status(captured, failed=("X", "y"))) == {c.CAPTURED: Reason.CAPTURED}
+    failed = status(VLLMSnapshotContentStatus(), failed=(Reason.DUMP_FAILED, "y"))
+    assert true(failed) == {c.FAILED: Reason.DUMP_FAILED}
+    assert true(status(failed, stored=artifact("art", "u"))) == {c.FAILED: Reason.DUMP_FAILED}
+
+
+def test_writing_the_status_again_changes_nothing() -> None:
+    first = status(VLLMSnapshotContentStatus(), stored=artifact("art", "u"), entry=Entry(uid="u", failed=1, last_failure="x"))
+    assert status(first, stored=artifact("art", "u"), entry=Entry(uid="u", failed=1, last_failure="x"), now=NOW + 9) == first
+    assert VLLMSnapshotContentStatus.model_validate(first.dump()) == first
+
+
+def test_quarantine_keeps_its_first_reason() -> None:
+    first = status(VLLMSnapshotContentStatus(), lost=True)
+    assert true(first) == {c.QUARANTINED: Reason.ARTIFACT_MISSING}
+    again = status(first, entry=Entry(uid="u", quarantined=Why(reason=Reason.CANARY_MISMATCH, message="m")))
+    assert true(again) == {c.QUARANTINED: Reason.ARTIFACT_MISSING}
+
+
+@pytest.mark.parametrize(
+    ("given_reason", "written"), [("DumpFailed", "DumpFailed"), ("not a word", "Error"), ("", "Error"), ("9x", "Error")]
+)
+def test_a_reason_is_a_word(given_reason: str, written: str) -> None:
+    assert true(status(VLLMSnapshotContentStatus(), failed=(given_reason, "m"))) == {c.FAILED: written}
+
+
+# --- node, events ----------------------------------------------------------------------------------------------------
+
+
+def test_the_nodes_status_is_written_on_news_only() -> None:
+    health = Health(capable=True, checks=[Check(name="criu", status="Pass")], store_bytes_free=10 << 30, boot_id="b")
+    old = report.node_status(health, [artifact("art", "u")], 0, VLLMSnapshotNodeStatus(), NOW)
+    assert VLLMSnapshotNodeStatus.model_validate(old.dump()) == old
+    later = report.node_status(health, [artifact("art", "u")], 0, old, NOW + 60)
+    assert not report.node_changed(old, later)
+    for change in ({"store_bytes_free": 8 << 30}, {"capable": False, "message": "no CRIU"}):
+        new = report.node_status(Health(**{**vars(health), **change}), [artifact("art", "u")], 0, old, NOW + 60)
+        assert report.node_changed(old, new)
+    assert report.node_changed(old, report.node_status(health, [], 0, old, NOW))
+    assert report.node_changed(old, report.node_status(health, [artifact("art", "u")], 1, old, NOW))
+
+
+def test_an_event_written_twice_is_one_event() -> None:
+    event = report.Event(
+        pod=REF, snapshot="s" * 253, snapshot_uid="u", reason="Restored", action="Restore", note="n" * 5000, key="i1"
+    )
+    first, again = report.events(event, "node-1", NOW), report.events(event, "node-1", NOW + 5)
+    names = [x["metadata"]["name"] for x in first]
+    assert names == [x["metadata"]["name"] for x in again]
+    assert len(set(names)) == 2
+    assert all(len(x) <= 253 for x in names)
+    assert {x["regarding"]["kind"] for x in first} == {"Pod", "VLLMSnapshot"}
+    assert all(len(x["note"]) <= 1024 for x in first)
+
+
+# --- facts -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["node-1", "n" * 63, "n" * 64, "a-very.long-name." * 14 + "x"])
+def test_the_node_label_is_the_operators(name: str) -> None:
+    assert facts.node_label(name) == controller_pods.label_value(name)
+
+
+def test_the_environment_of_a_restored_process_is_this_pods() -> None:
+    obj = pod_object("a")
+    obj["spec"]["containers"][0]["env"] += [
+        {"name": "FIXED", "value": "same in every pod"},
+        {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
+        {"name": "MY_LABEL", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{c.LABEL_ROLE}']"}}},
+        {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
+    ]
+    assert facts.pod_facts(obj).env == {
+        "HOSTNAME": "a",
+        "POD_IP": "10.0.0.7",
+        "MY_LABEL": c.ROLE_REPLICA,
+        c.ENV_HOST: "0.0.0.0",
+    }
+
+
+@pytest.mark.parametrize(
+    ("annotation", "port"), [("8123", 8123), ("0", 9000), ("65536", 9000), ("x", 9000), (None, 9000), ("٣", 9000)]
+)
+def test_the_port_is_believed_only_if_it_is_one(annotation: str | None, port: int) -> None:
+    obj = pod_object("a")
+    obj["metadata"]["annotations"][c.ANNOTATION_PORT] = annotation
+    obj["spec"]["containers"][0]["ports"] = [{"name": c.PORT_NAME, "containerPort": 9000}]
+    assert facts.pod_facts(obj).port == port
+
+
+@given(st.text() | st.none())
+def test_nonsense_in_annotations_is_as_good_as_nothing(text: str | None) -> None:
+    obj = pod_object("a")
+    obj["metadata"]["annotations"] = {c.ANNOTATION_SETTINGS: text, c.ANNOTATION_REPORT: text, c.ANNOTATION_PORT: text}
+    pod = facts.pod_facts(obj)
+    report_read = facts.report_of(obj)
+    try:
+        fine = isinstance(json.loads(text or "{}"), dict)
+    except ValueError:
+        fine = False
+    if not fine:
+        assert (pod.settings, report_read) == (PodSettings(), PodReport())
+
+
+def test_a_content_that_cannot_be_read_is_none() -> None:
+    obj = content_object("art", "a")
+    del obj["spec"]["identity"]
+    assert facts.candidate(obj, None, Entry(uid="u")) is None
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"apiVersion": "other.io/v1"},
+        {"kind": "ReplicaSet"},
+        {"controller": False},
+        {"uid": ""},
+    ],
+)
+def test_only_the_controller_reference_makes_a_pod_ours(change: dict[str, Any]) -> None:
+    obj = pod_object("a")
+    assert facts.ours(obj, "node-1")
+    assert not facts.ours(obj, "node-2")
+    obj["metadata"]["ownerReferences"][0] |= change
+    assert not facts.ours(obj, "node-1")
