@@ -54,7 +54,7 @@ async def run(backend: Backend) -> dict[str, Any]:
             status = content["status"]
             phases = {k: seconds(v) for k, v in status["phases"].items()}
             size = status["artifact"]["bytes"] / 1e9
-            timeline.say(f"snapshot captured: {size:.2f} GB, engine frozen for {phases.get('freeze_s', 0):.2f} s")
+            timeline.say(f"snapshot captured: {size:.2f} GB, engine frozen for {phases.get('freeze', 0):.2f} s")
             await system.wait_ready(NAME, 1)
 
             system.scale(NAME, 3)
@@ -63,10 +63,16 @@ async def run(backend: Backend) -> dict[str, Any]:
             await system.wait_ready(NAME, 3)
             timeline.say("all replicas Ready")
 
-            crash_s = await _crash(system, seen[first.uid], timeline)
-            replicas = [await _figures(system, replica) for replica in sorted(seen.values(), key=lambda r: r.created)]
+            ordered = sorted(seen.values(), key=lambda r: r.created)
+            # Before the crash: afterwards the first replica's report is about its second container, a restored one.
+            replicas = [await _figures(system, replica) for replica in ordered]
+            console.print(backend.kubectl("get", "vsnap", NAME))
+
+            crash_s = await _crash(system, first, timeline)
             await system.wait_ready(NAME, 3)
             timeline.say("all replicas Ready")
+            for replica, figures in zip(ordered, replicas, strict=True):
+                figures["equal"] = figures["equal"] and await system.complete(replica.pod, MODEL) == ANSWER
         finally:
             watcher.cancel()
             with contextlib.suppress(asyncio.CancelledError):
@@ -79,8 +85,8 @@ async def run(backend: Backend) -> dict[str, Any]:
         "cold_first_token_s": cold,
         "capture": {
             "bytes": status["artifact"]["bytes"],
-            "freeze_s": phases.get("freeze_s"),
-            "total_s": phases.get("total_s"),
+            "freeze_s": phases.get("freeze"),
+            "total_s": phases.get("total"),
         },
         "replicas": replicas,
         "crash_recovery_s": round(crash_s, 2),
@@ -135,7 +141,7 @@ async def _figures(system: System, replica: Replica) -> dict[str, Any]:
     phases = replica.report.phases
     return {
         "pod": replica.name,
-        "start": replica.first_start or replica.report.start,
+        "start": replica.report.start,
         "port": replica.port,
         "first_token_s": round(replica.first_token - replica.created, 2),
         "schedule_s": phases.get("schedule_s"),

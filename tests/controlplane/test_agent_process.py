@@ -10,6 +10,8 @@ import asyncio
 import contextlib
 import os
 import signal
+import sys
+import threading
 from collections.abc import AsyncIterator, Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -20,7 +22,7 @@ import pytest
 from tests.cluster import Cluster
 from tests.controlplane.scripted_agent import delete_all
 from tests.unit.agentbox import NODE, PARIS, ROME, ScriptedOps, artifact, content_object, pod_object
-from vllmsnapshot.agent import facts
+from vllmsnapshot.agent import app, facts
 from vllmsnapshot.agent.app import Agent
 from vllmsnapshot.agent.config import Config
 from vllmsnapshot.agent.control import control_path, read_files
@@ -409,3 +411,78 @@ async def test_a_foreign_pod_of_the_same_name_is_not_written_to(bench: Bench) ->
         )
     assert refused.value.status in (409, 422)
     assert obj["metadata"]["uid"] == uid
+
+
+async def blocked_restore(bench: Bench) -> tuple[str, threading.Event]:
+    """A replica whose restore runs, and what lets it end."""
+    gate, entered, loop = threading.Event(), asyncio.Event(), asyncio.get_running_loop()
+
+    def block() -> None:
+        loop.call_soon_threadsafe(entered.set)
+        gate.wait(LIMIT_S)
+
+    bench.ops.before["restore"] = block
+    await bench.content("art", "gone", "uid-gone", captured=True)
+    await bench.condition("art", c.CAPTURED)
+    uid = await bench.pod("b")
+    bench.hello(uid)
+    async with asyncio.timeout(LIMIT_S):
+        await entered.wait()
+    return uid, gate
+
+
+async def test_a_stop_waits_for_the_restore_that_runs(bench: Bench) -> None:
+    await bench.start()
+    uid, gate = await blocked_restore(bench)
+    stop = asyncio.create_task(bench.stop())
+    await asyncio.sleep(0)
+    gate.set()
+    await stop
+    files = read_files(control_path(bench.kubelet, uid))
+    assert files is not None
+    assert files.restored is not None
+    assert files.release is not None
+
+
+async def test_a_stop_does_not_wait_for_ever_and_the_next_agent_cleans_up(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(app, "STOP_S", 0.01)
+    await bench.start()
+    uid, gate = await blocked_restore(bench)
+    await bench.stop()
+    await bench.start()
+    pod = await bench.seen(PODS, "b", lambda x: facts.report_of(x).start == "cold", "default")
+    assert facts.report_of(pod).reason == Reason.AGENT_RESTARTED
+    assert "clear b" in bench.ops.did
+    assert (await bench.file(uid, "start")).mode == "cold"
+    gate.set()
+
+
+async def test_the_process_starts_says_what_its_node_lacks_and_ends_on_sigterm(
+    bench: Bench, cluster: Cluster, tmp_path: Path
+) -> None:
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(["operator", "child"]),
+        "NODE_NAME": NODE,
+        "VLLMSNAPSHOT_KUBELET_DIR": bench.kubelet,
+        "VLLMSNAPSHOT_STORE_DIR": str(tmp_path / "store"),
+        "VLLMSNAPSHOT_CRIU_PREFIX": str(tmp_path / "no-criu"),
+        "VLLMSNAPSHOT_KUBECONFIG": str(cluster.kubeconfig),
+        "VLLMSNAPSHOT_HEALTH_PORT": "0",
+    }
+    code = "from vllmsnapshot.agent.app import main; main()"
+    process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=env, cwd=ROOT)
+    try:
+        node = await bench.seen(SNAPSHOT_NODES, NODE, lambda x: bool(facts.condition(x, c.READY)))
+        assert facts.condition(node, c.READY)["reason"] == Reason.NODE_NOT_CAPABLE
+        uid = await bench.pod("a")
+        bench.hello(uid)
+        start = await bench.file(uid, "start")
+        assert (start.mode, start.attended, start.reason) == ("cold", False, Reason.NODE_NOT_CAPABLE)
+        process.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(LIMIT_S):
+            assert await process.wait() == 0
+    finally:
+        if process.returncode is None:
+            process.kill()
+            await process.wait()

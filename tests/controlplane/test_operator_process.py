@@ -36,6 +36,7 @@ def cluster() -> Iterator[Cluster]:
 def install_crds(cluster: Cluster) -> None:
     cluster.kubectl("apply", "--server-side", "-f", ROOT / "deploy" / "crds")
     cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+    cluster.kubectl("get", "vsnap,vsnapcontent,vsnapnode", "-A")  # retries while the new storage is set up
 
 
 @pytest.fixture

@@ -34,6 +34,7 @@ def cluster() -> Iterator[Cluster]:
     with Cluster("operator-tests", mode="controlplane") as cluster:
         cluster.kubectl("apply", "--server-side", "-f", ROOT / "deploy" / "crds")
         cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
+        cluster.kubectl("get", "vsnap,vsnapcontent,vsnapnode", "-A")  # retries while the new storage is set up
         cluster.kubectl("create", "namespace", SYSTEM)
         with cluster.enter_network():
             yield cluster
@@ -272,6 +273,8 @@ async def test_a_new_port_rolls_pods_that_restore_from_the_same_artifact(lab: La
 
 
 async def test_two_artifacts_are_kept_where_the_user_wants_them_for_going_back(lab: Lab) -> None:
+    await lab.world.remove_agent("node-b")
+    await lab.kube.delete(NODES, "node-b")
     await lab.apply(replicas=1, artifact={"retain": 2})
     await lab.settle()
     for image in ("vllm:2", "vllm:3"):
@@ -424,7 +427,7 @@ async def test_a_foreign_pod_of_our_name_is_not_adopted(lab: Lab) -> None:
     await lab.kube.delete(PODS, name, "default", grace_period_s=0)
     body = {"metadata": {"name": name, "namespace": "default"}, "spec": {"containers": [{"name": "x", "image": "x"}]}}
     await lab.kube.create(PODS, {"apiVersion": "v1", "kind": "Pod", **body}, "test")
-    await lab.settle()
+    await lab.settle(rounds=5)
     assert (await lab.condition(c.DEGRADED))[:2] == ("True", R.NAME_CONFLICT)
     await lab.kube.delete(PODS, name, "default", grace_period_s=0)
     await lab.settle()
@@ -606,13 +609,8 @@ async def outcome(lab: Lab) -> Any:
     status = await lab.status()
     shown = {item["type"]: (item["status"], item["reason"]) for item in status["conditions"]}
     pods = [(pod["spec"]["containers"][0]["image"], report_of(pod).start) for pod in await lab.pods()]
-    return (
-        shown,
-        pods,
-        status["ready"],
-        len(await lab.contents()),
-        [item["metadata"]["name"] for item in await lab.kube.list(SERVICES, "default")],
-    )
+    mine = await lab.kube.list(SERVICES, "default", labels=f"{c.LABEL_MANAGED_BY}={c.MANAGED_BY}")
+    return shown, pods, status["ready"], len(await lab.contents()), len(mine)
 
 
 @pytest.mark.parametrize("answer_lost", [False, True])

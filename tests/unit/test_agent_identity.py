@@ -1,0 +1,105 @@
+"""What must be equal where an image is restored."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from vllmsnapshot.agent import identity
+from vllmsnapshot.agent.containers import Mount, parse_mountinfo
+from vllmsnapshot.agent.identity import Node, compare_node
+
+HERE = {
+    identity.KERNEL: "6.1",
+    identity.MACHINE: "x86_64",
+    identity.CRIU: "4.2.1 a",
+    identity.BOOT: "b1",
+    identity.CPU_FLAGS: "f1",
+}
+
+
+def test_equal_nodes() -> None:
+    assert compare_node(HERE, ["sse"], Node(environment=HERE, cpu_flags=["sse"])) == []
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({identity.KERNEL: "6.2"}, "kernelRelease: 6.2 instead of 6.1"),
+        ({identity.CRIU: "4.2.1 b"}, "criu: 4.2.1 b instead of 4.2.1 a"),
+        ({"gpuModel": "H100"}, "gpuModel: H100 instead of none"),
+    ],
+)
+def test_a_difference_is_named(change: dict[str, str], words: str) -> None:
+    assert compare_node(HERE, ["sse"], Node(environment={**HERE, **change}, cpu_flags=["sse"])) == [words]
+
+
+def test_boot_and_more_cpu_flags_do_not_matter() -> None:
+    there = {**HERE, identity.BOOT: "b2", identity.CPU_FLAGS: "f2", identity.CPU: "another"}
+    assert compare_node(HERE, ["sse"], Node(environment=there, cpu_flags=["sse", "avx"])) == []
+
+
+def test_missing_cpu_flags_are_named() -> None:
+    found = compare_node(HERE, ["sse", "avx512f", "amx_tile"], Node(environment=HERE, cpu_flags=["sse"]))
+    assert found == ["cpuFlags: this CPU lacks amx_tile avx512f"]
+
+
+def test_flags_that_only_some_cpus_have_do_not_count(tmp_path: Path) -> None:
+    (tmp_path / "cpuinfo").write_text("model name\t: Big\nflags\t\t: a b c\n\nmodel name\t: Small\nflags\t\t: a b\n")
+    assert identity.cpu(tmp_path) == ("Big", ["a", "b"])
+
+
+def test_the_node_facts_of_this_machine(tmp_path: Path) -> None:
+    (tmp_path / "criu").write_text("program")
+    facts = identity.node_facts("4.2.1", tmp_path / "criu", accelerator={"gpuDriver": "1"})
+    assert facts.environment["gpuDriver"] == "1"
+    assert facts.cpu_flags
+    assert len(facts.environment[identity.CPU_FLAGS]) < 64
+    assert all(len(v) <= 1024 for v in facts.environment.values()), "the API's limit"
+
+
+def test_mapped_paths() -> None:
+    maps = """
+55d0c0000000-55d0c0001000 r--p 00000000 fe:00 123                        /usr/bin/python3.11
+7f0000000000-7f0000001000 r-xp 00001000 fe:00 124                        /usr/lib/with blank.so
+7f0000001000-7f0000002000 rw-s 00000000 00:05 125                        /dev/shm/sem.abc (deleted)
+7f0000002000-7f0000003000 rw-p 00000000 00:00 0
+7f0000003000-7f0000004000 rw-s 00000000 00:01 7                          /memfd:x (deleted)
+7f0000004000-7f0000005000 rw-s 00000000 00:01 8                          /SYSV00000000 (deleted)
+7f0000005000-7f0000006000 rw-s 00000000 00:01 9                          /dev/zero
+7ffc00000000-7ffc00001000 rw-p 00000000 00:00 0                          [stack]
+"""
+    assert identity.mapped_paths(maps) == {"/usr/bin/python3.11", "/usr/lib/with blank.so", "/dev/zero"}
+
+
+def mount(point: str, kind: str = "tmpfs", **options: str) -> Mount:
+    return Mount(point=point, root="/", kind=kind, device="0:1", options=options)
+
+
+def test_the_mount_of_a_path() -> None:
+    mounts = [mount("/"), mount("/tmp"), mount("/models"), mount("/models/a")]
+    assert identity.mount_of("/usr/lib/x", mounts) == "/"
+    assert identity.mount_of("/tmpfile", mounts) == "/"
+    assert identity.mount_of("/models/a/b", mounts) == "/models/a"
+    assert identity.mount_of("/models/ab", mounts) == "/models"
+
+
+def test_layers_are_a_short_word_for_a_long_list() -> None:
+    long = ":".join(f"/var/lib/containerd/snapshots/{n}/fs" for n in range(200))
+    one = identity.layers([mount("/", "overlay", lowerdir=long)])
+    assert len(one) < 64
+    assert one == identity.layers([mount("/", "overlay", lowerdir=long), mount("/tmp")])
+    assert one != identity.layers([mount("/", "overlay", lowerdir=long + ":/x")])
+    assert identity.layers([mount("/", "ext4")]) == ""
+
+
+def test_mountinfo_of_both_mount_apis() -> None:
+    old = r"1 2 0:42 / / rw,relatime - overlay overlay rw,lowerdir=/a:/b,upperdir=/u\040p,workdir=/w"
+    new = r"1 2 0:42 / / rw,relatime shared:1 - overlay overlay rw,lowerdir+=/a,lowerdir+=/b,upperdir=/u\040p,workdir=/w"
+    for text in (old, new):
+        (found,) = parse_mountinfo(text.replace("\\040", "\\040"))
+        assert found.options["lowerdir"] == "/a:/b"
+        assert found.kind == "overlay"
+    (bind,) = parse_mountinfo(r"1 2 0:42 /sub\040dir /a\040b rw - ext4 /dev/sda rw")
+    assert (bind.root, bind.point) == ("/sub dir", "/a b")

@@ -1,0 +1,92 @@
+"""What may be captured: the shape of the tree, and how a pod's container is told from others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from vllmsnapshot.agent.capture import find_tree
+from vllmsnapshot.agent.containers import Process, descendants, in_pod
+from vllmsnapshot.agent.errors import CaptureError
+from vllmsnapshot.api.constants import Reason
+
+INIT = 500
+
+
+def process(pid: int, ppid: int, session: int, **changes: Any) -> Process:
+    """The host PID is 500 above the container's."""
+    values = {
+        "pid": pid + INIT,
+        "ppid": ppid + INIT if ppid else INIT,
+        "ns_pid": pid,
+        "ns_session": session,
+        "uid": 0,
+        "gid": 0,
+        "state": "S",
+        "comm": f"p{pid}",
+        "start_time": pid,
+        "rss_bytes": 1,
+        "traced": False,
+    }
+    return Process(**{**values, **changes})
+
+
+def test_a_root_with_children() -> None:
+    tree = [process(1003, 1000, 1000), process(1000, 0, 1000), process(1004, 1003, 1000)]
+    root, processes = find_tree(tree, INIT)
+    assert root.ns_pid == 1000
+    assert processes[0] == root
+    assert {p.ns_pid for p in processes} == {1000, 1003, 1004}
+
+
+def test_shells_from_outside_and_zombies_do_not_matter() -> None:
+    tree = [
+        process(1000, 0, 1000),
+        process(50, 0, 50, ppid=7),  # kubectl exec: its parent is no process of the container
+        process(51, 50, 50),
+        process(60, 0, 60, state="Z"),
+        process(1001, 1000, 1000, state="Z"),
+    ]
+    root, processes = find_tree(tree, INIT)
+    assert [p.ns_pid for p in processes] == [root.ns_pid] == [1000]
+
+
+@pytest.mark.parametrize(
+    ("tree", "words"),
+    [
+        ([], "the engine does not run"),
+        ([process(1000, 0, 999)], "leads a session"),
+        ([process(1000, 0, 1000), process(1005, 0, 1005)], "1005 (p1005) is no descendant of the engine"),
+        ([process(1000, 0, 1000), process(1005, 0, 1000)], "1005 (p1005) is no descendant of the engine"),
+        ([process(1000, 0, 1000), process(1005, 1000, 1005)], "1005 (p1005) is in session 1005"),
+    ],
+)
+def test_a_tree_that_would_come_back_in_part(tree: list[Process], words: str) -> None:
+    with pytest.raises(CaptureError) as error:
+        find_tree(tree, INIT)
+    assert error.value.reason == Reason.PREFLIGHT_SESSION
+    assert words in error.value.message
+
+
+def test_descendants_of_a_cycle_end() -> None:
+    loop = [process(10, 11, 1), process(11, 10, 1)]
+    assert descendants(loop, INIT) == []
+
+
+@pytest.mark.parametrize(
+    ("text", "inside"),
+    [
+        ("4:memory:/kubepods/burstable/pod0a1b-2c/abc\n0::/\n", True),
+        ("0::/kubepods.slice/kubepods-burstable.slice/kubepods-burstable-pod0a1b_2c.slice/cri-containerd-abc.scope\n", True),
+        ("0::/kubelet/kubepods/besteffort/pod0a1b-2c/abc", True),
+        ("0::/../../pod0a1b-2c/abc", True),
+        ("0::/kubepods/pod0a1b-2c1/abc", False),
+        ("0::/kubepods/podx0a1b-2c/abc", False),
+        ("0::/kubepods/burstable/pod9/cri-0a1b-2c", False),
+        ("0::/kubepods-burstable-pod0a1b_2c1.slice/x", False),
+        ("", False),
+    ],
+)
+def test_cgroups_name_the_pod(text: str, inside: bool) -> None:
+    assert in_pod(text, "0a1b-2c") is inside
