@@ -57,6 +57,11 @@ generate: venv ## Regenerate the CRDs, the chart's copy and the plain manifests
 	$(PY) -m vllmsnapshot.api.crd deploy/crds
 	HELM="$$($(PY) -c 'from tests.chart import helm; print(helm())')" $(PY) deploy/manifests/generate.py
 
+.PHONY: lock
+lock: venv ## Pin the newest versions that pyproject.toml allows
+	$(VENV)/bin/pip install --quiet uv
+	$(VENV)/bin/uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.11 --upgrade --quiet -o requirements.lock
+
 .PHONY: test test-unit test-controlplane test-node test-e2e
 test: lint prepare ## Everything: lint, unit, controlplane, node (real CRIU), e2e (real vLLM)
 	$(PY) -m pytest tests $(PYTEST_ARGS)

@@ -35,9 +35,10 @@ class SnapshotExtension:
         Only what is still a parameter can be dropped: where vLLM packs a weight for its CPU kernels, the packed copy belongs
         to the kernel and stays in the image (as does, with it, all that the kernel compiled).
         """
-        freed = _drop(_flat(self._runner.kv_caches))
+        worker: Any = self
+        freed = _drop(_flat(worker.model_runner.kv_caches))
         if weights:
-            freed += _drop(p for p in self._runner.get_model().parameters() if _is_dropped(p))
+            freed += _drop(p for p in worker.model_runner.get_model().parameters() if _is_dropped(p))
         return freed
 
     def vllmsnapshot_reload(self) -> None:
@@ -52,7 +53,7 @@ class SnapshotExtension:
         from vllm.model_executor.model_loader import get_model_loader
 
         worker: Any = self
-        model = self._runner.get_model()
+        model = worker.model_runner.get_model()
         loader: Any = get_model_loader(worker.vllm_config.load_config)
         kept = [p for p in model.parameters() if not _is_dropped(p)]
         loaders = [(p, getattr(p, "weight_loader", None)) for p in kept]
@@ -67,11 +68,6 @@ class SnapshotExtension:
                     del parameter.weight_loader
                 else:
                     parameter.weight_loader = original
-
-    @property
-    def _runner(self) -> Any:
-        worker: Any = self
-        return worker.model_runner
 
     def vllmsnapshot_free_device_bytes(self) -> int:
         """Free memory of the accelerator."""
@@ -107,9 +103,9 @@ def _remove_precompiled_headers() -> None:
 
     Only an aid: the compiler takes the plain header beside it, should another kernel be needed one day.
     """
-    utilities = sys.modules.get("torch._inductor.runtime.cache_dir_utils")
-    if utilities is not None:
-        for path in glob.glob(os.path.join(utilities.cache_dir(), "precompiled_headers", "*.gch")):
+    directory = getattr(sys.modules.get("torch._inductor.codecache"), "_HEADER_DIR", None)
+    if directory is not None:
+        for path in glob.glob(os.path.join(directory, "*.gch")):
             with contextlib.suppress(OSError):
                 os.unlink(path)
 

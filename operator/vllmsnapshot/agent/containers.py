@@ -353,9 +353,12 @@ def kill_all(container: Container, spare: Iterable[Process] = (), *, timeout_s: 
 
 
 def resume_all(container: Container) -> int:
-    """SIGCONT every stopped descendant of PID 1; returns how many. Raises ProcessLookupError if PID 1 is gone."""
+    """SIGCONT to every descendant of PID 1; returns how many were stopped. Raises ProcessLookupError if PID 1 is gone.
+
+    To those that run, too: CRIU leaves by sending SIGSTOP, and a process that has not got to it yet would stop when we are gone.
+    """
     count = 0
     for process in container.descendants():
-        if process.state in "tT" and send(process, signal.SIGCONT, proc=container.proc):
-            count += 1
+        if not process.zombie and send(process, signal.SIGCONT, proc=container.proc):
+            count += process.state in "tT"
     return count

@@ -97,7 +97,7 @@ class SmallEngine:
     async def start(self) -> None:
         began = time.monotonic()
         self.fault("start")
-        self.weights = mmap.mmap(-1, self.size)
+        self.weights = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.weights[:] = self.checkpoint()
         self.kept = bytearray(pattern(2, self.size))
         self.shared = Shared(self.size)
