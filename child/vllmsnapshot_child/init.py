@@ -198,7 +198,7 @@ class Init:
         self.dir_fd: int | None = None
         self.main = 0  # PID of the server, 0: none
         self.session = 0
-        self.dead: dict[int, int] = {}  # exit codes of what was reaped in this incarnation
+        self.dead: dict[int, int] = {}  # exit codes of what was reaped, as long as any of it could turn out to be the server
         self.complaints: set[str] = set()
 
     def run(self) -> NoReturn:
@@ -239,7 +239,8 @@ class Init:
             if pid == 0:
                 return
             code = os.waitstatus_to_exitcode(status)
-            self.dead[pid] = code if code >= 0 else 128 - code
+            if not self.main or pid == self.main:
+                self.dead[pid] = code if code >= 0 else 128 - code
 
     # --- look ---
 
@@ -368,6 +369,7 @@ class Init:
             )
         except OSError as e:
             leave(127, f"cannot start {argv[0]}: {e}")
+        self.dead.clear()  # what had this PID before
         self.session = self.main
 
     def adopt(self, pid: int, content: str) -> None:
@@ -375,10 +377,9 @@ class Init:
         self.main = pid
         process = procs.find(pid)
         self.session = process.session if process else pid
-        if process is None and pid not in self.dead:
-            log(f"the restored root {pid} is not there")
-        else:
-            log(f"restored from {content}: main process {pid}")
+        if process is not None:
+            self.dead.clear()  # what had this PID before
+        log(f"restored from {content}: main process {pid}{'' if process else ' is gone already'}")
 
     def kill_all(self) -> None:
         """SIGKILL everything but us and wait until all of it is reaped, so that no PID of the next restore is taken."""

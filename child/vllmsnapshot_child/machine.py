@@ -239,7 +239,7 @@ class Machine:
         return [*([] if logged else [Act(LOG, f"{why} and nobody released the server: releasing it")]), Act(RELEASE)]
 
     def _exited(self, code: int, look: Look) -> list[Act]:
-        how = f"{look.failure[0]}: {look.failure[1]}" if look.failure else f"exit code {code}"
+        how = f"{look.failure[0]}: {look.failure[1]}" if look.failure else _meaning(code)
         if self._stop_by is not None or self._run.serving:
             return [Act(KILL_ALL), *self._exit(code, f"server ended: {how}")]
         if self._run.content is not None:
@@ -280,3 +280,11 @@ class Machine:
     def _exit(self, code: int, why: str) -> list[Act]:
         self.phase = DONE
         return [Act(EXIT, why, number=code)]
+
+
+def _meaning(code: int) -> str:
+    """What an exit code says by itself: a restored tree that was never released writes failed.json for another pod."""
+    for reason, of_reason in protocol.EXIT_CODES.items():
+        if code == of_reason:
+            return f"{reason}: exit code {code}"
+    return f"exit code {code}"

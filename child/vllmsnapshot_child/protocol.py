@@ -84,6 +84,29 @@ class Reason:
     BAD_ARGUMENTS = "BadArguments"
 
 
+EXIT_CODES = {
+    Reason.BAD_ARGUMENTS: 64,
+    Reason.ENGINE_FAILED: 70,
+    Reason.CANARY_FAILED: 71,
+    Reason.REHEARSAL_MISMATCH: 72,
+    Reason.RELEASE_TIMEOUT: 73,
+    Reason.RELOAD_FAILED: 74,
+    Reason.CANARY_MISMATCH: 75,
+    Reason.BIND_FAILED: 76,
+    Reason.NOT_REGULAR_FILE: 80,
+    Reason.TOO_LARGE: 81,
+    Reason.NOT_JSON: 82,
+    Reason.NOT_AN_OBJECT: 83,
+    Reason.MISSING_FIELD: 84,
+    Reason.BAD_FIELD: 85,
+    Reason.OTHER_INCARNATION: 86,
+    Reason.NOT_RELEASED: 87,
+    Reason.BAD_PORT: 88,
+    Reason.BAD_HOST: 89,
+}
+"""Exit code by reason: 64-79 the engine, 80-89 a bad release marker. 78 is init's (a refused start)."""
+
+
 class ProtocolError(Exception):
     """A control file cannot be believed. `reason` is a `Reason` constant, `message` names the file and the field."""
 

@@ -5,7 +5,7 @@ of addresses, writes the ready file and waits. In that state the node agent may 
 file appears, here or in another pod, it reloads, proves itself again, and only then binds a port.
 
 Options, ready fields and release marker are those of vLLM's own `python -m vllm.snapshot.server`; `--unattended`, `--host`
-and `--port` are ours (no barrier). Whatever goes wrong ends with failed.json, one of `EXIT_CODES`, and every process of the
+and `--port` are ours (no barrier). Whatever goes wrong ends with failed.json, one of `protocol.EXIT_CODES`, and every process of the
 tree gone: never with a half-open server.
 
 It runs on asyncio's own event loop. vLLM's uvloop opens an io_uring (wherever the seccomp profile lets it), which CRIU
@@ -31,28 +31,6 @@ from typing import NoReturn
 from vllmsnapshot_child import oracle, procs, protocol
 from vllmsnapshot_child.engine import Engine, EngineError, load
 from vllmsnapshot_child.protocol import Oracle, ProtocolError, Reason
-
-EXIT_CODES = {
-    Reason.BAD_ARGUMENTS: 64,
-    Reason.ENGINE_FAILED: 70,
-    Reason.CANARY_FAILED: 71,
-    Reason.REHEARSAL_MISMATCH: 72,
-    Reason.RELEASE_TIMEOUT: 73,
-    Reason.RELOAD_FAILED: 74,
-    Reason.CANARY_MISMATCH: 75,
-    Reason.BIND_FAILED: 76,
-    Reason.NOT_REGULAR_FILE: 80,
-    Reason.TOO_LARGE: 81,
-    Reason.NOT_JSON: 82,
-    Reason.NOT_AN_OBJECT: 83,
-    Reason.MISSING_FIELD: 84,
-    Reason.BAD_FIELD: 85,
-    Reason.OTHER_INCARNATION: 86,
-    Reason.NOT_RELEASED: 87,
-    Reason.BAD_PORT: 88,
-    Reason.BAD_HOST: 89,
-}
-"""Exit code by reason: 64-79 the engine, 80-89 a bad release marker. 78 is init's (a refused start)."""
 
 POLL_S = 0.05
 
@@ -302,7 +280,7 @@ def fail(failure: EngineError | ProtocolError, control: Control | None) -> NoRet
         message = failure.message[:4000].encode(errors="backslashreplace").decode()
         with contextlib.suppress(OSError):
             control.put(protocol.Failed(incarnation=control.incarnation, reason=failure.reason, message=message))
-    die(EXIT_CODES.get(failure.reason, 1))
+    die(protocol.EXIT_CODES.get(failure.reason, 1))
 
 
 async def live(server: Server) -> NoReturn:

@@ -137,6 +137,7 @@ class VllmEngine:
 
     async def start(self) -> None:
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
+        from vllm.entrypoints.launchers.launcher import validate_api_server_args
         from vllm.reasoning import ReasoningParserManager
         from vllm.tool_parsers import ToolParserManager
 
@@ -145,6 +146,10 @@ class VllmEngine:
             ToolParserManager.import_tool_parser(self.args.tool_parser_plugin)
         if len(self.args.reasoning_parser_plugin or "") > 3:
             ReasoningParserManager.import_reasoning_parser(self.args.reasoning_parser_plugin)
+        try:
+            validate_api_server_args(self.args)
+        except KeyError as e:
+            raise EngineError(Reason.BAD_ARGUMENTS, str(e)) from e
         self.client = await self._stack.enter_async_context(build_async_engine_client(self.args))
         self._tasks = await self.client.get_supported_tasks()
         if "generate" not in self._tasks:
@@ -176,9 +181,7 @@ class VllmEngine:
         """
         from vllm.entrypoints.launchers.api_server.app_state import init_app_state
         from vllm.entrypoints.launchers.app import build_app
-        from vllm.entrypoints.launchers.launcher import validate_api_server_args
 
-        validate_api_server_args(self.args)
         self.app = build_app(self.args, self._tasks, self.client.model_config)
         await init_app_state(self.client, self.app.state, self.args, self._tasks)
         model = (self.args.served_model_name or [self.args.model])[0]

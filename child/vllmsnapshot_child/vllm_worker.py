@@ -110,8 +110,9 @@ def _remove_precompiled_headers() -> None:
                 os.unlink(path)
 
 
-def _load_nothing(*_args: Any, **_kwargs: Any) -> None:
-    """Weight loader of a parameter that is still there."""
+def _load_nothing(*_args: Any, **_kwargs: Any) -> bool:
+    """Weight loader of a parameter that is still there. (The loaders of experts say whether they took the weight.)"""
+    return True
 
 
 def _is_dropped(parameter: Any) -> bool:

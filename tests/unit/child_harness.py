@@ -33,9 +33,9 @@ def free_port() -> int:
         return port
 
 
-def until(condition: Callable[[], T | None], what: str) -> T:
+def until(condition: Callable[[], T | None], what: str, limit_s: float = LIMIT_S) -> T:
     """The condition's value, once it is true."""
-    deadline = time.monotonic() + LIMIT_S
+    deadline = time.monotonic() + limit_s
     while not (value := condition()):
         if time.monotonic() > deadline:
             raise AssertionError(f"never: {what}")

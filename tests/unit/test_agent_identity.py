@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import pytest
@@ -92,6 +93,21 @@ def test_layers_are_a_short_word_for_a_long_list() -> None:
     assert one == identity.layers([mount("/", "overlay", lowerdir=long), mount("/tmp")])
     assert one != identity.layers([mount("/", "overlay", lowerdir=long + ":/x")])
     assert identity.layers([mount("/", "ext4")]) == ""
+
+
+def test_layers_of_the_same_name_are_told_apart_by_the_directory_itself(tmp_path: Path) -> None:
+    # A containerd that was wiped counts its snapshots from 1 again.
+    (tmp_path / "1/fs").mkdir(parents=True)
+    root = os.open(tmp_path, os.O_PATH)
+    try:
+        overlay = [mount("/", "overlay", lowerdir="/1/fs")]
+        first = identity.layers(overlay, root)
+        assert first == identity.layers(overlay, root)
+        (tmp_path / "1").rename(tmp_path / "old")
+        (tmp_path / "1/fs").mkdir(parents=True)
+        assert first != identity.layers(overlay, root)
+    finally:
+        os.close(root)
 
 
 def test_mountinfo_of_both_mount_apis() -> None:

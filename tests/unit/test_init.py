@@ -172,12 +172,13 @@ def test_a_restored_tree_that_dies_before_serving_leads_to_a_new_incarnation_tha
     assert life.verbs(10) == [SERVER]  # and nobody answers the new hello
 
 
-def test_without_a_failed_file_the_exit_code_is_the_reason() -> None:
+@pytest.mark.parametrize(("code", "says"), [(139, "exit code 139"), (73, "ReleaseTimeout: exit code 73")])
+def test_without_a_failed_file_the_exit_code_is_the_reason(code: int, says: str) -> None:
     life = Life()
     life.see(start=RESTORE)
     life.see(restored=RESTORED)
-    life.see(exited=139)
-    assert life.machine.failed_restores == {"c1": "exit code 139"}
+    life.see(exited=code)
+    assert life.machine.failed_restores == {"c1": says}
 
 
 def test_a_restored_tree_that_does_not_serve_in_time_has_failed() -> None:

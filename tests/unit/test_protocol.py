@@ -48,8 +48,13 @@ def control(tmp_path: Path) -> Iterator[int]:
 
 
 def reason_of(control: int, name: str = protocol.RELEASE) -> str:
+    def load() -> None:
+        raw = protocol.read(control, name)
+        assert raw is not None, "the file was taken for an absent one"
+        Release.from_dict(raw)
+
     with pytest.raises(ProtocolError) as e:
-        Release.from_dict(protocol.read(control, name) or pytest.fail("the file was taken for an absent one"))
+        load()
     assert protocol.RELEASE in e.value.message
     return e.value.reason
 

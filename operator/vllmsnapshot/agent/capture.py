@@ -24,7 +24,7 @@ from typing import Any, Final
 from ..api.constants import Reason
 from . import identity, namespaces, staging
 from .accelerator import Accelerator
-from .containers import Container, Mount, Process, descendants, read_process, resume_all
+from .containers import Container, Mount, Process, descendants, resume_all
 from .criu import Criu, CriuError
 from .errors import AgentError, CaptureError, StoreError
 from .staging import Copy, Staged, StagingError
@@ -130,7 +130,7 @@ def capture(
                 resumed = True
                 _thaw(container, tree, accelerator, phases)
                 _notify(on_resumed)
-            manifest = _manifest(container, request, tree, facts, mounts, stdio, mapped, draft, phases, started)
+            manifest = _manifest(container, request, tree, facts, stdio, mapped, draft, phases, started)
             before = time.monotonic()
             published = draft.publish(manifest)
             log.info(
@@ -317,22 +317,16 @@ def stdio_names(container: Container) -> dict[str, int]:
 def open_upper(container: Container, mounts: Sequence[Mount]) -> int | None:
     """The directory that holds the changed files of an overlay root, or None where there is none or it cannot be reached.
 
-    It is no path of the agent's. It is meant in the mounts of the container runtime, whose shim is the parent of PID 1: the first
-    ancestor with other mounts than the container's.
+    It is no path of the agent's but of the container runtime's.
     """
     overlays = [m for m in mounts if m.point == "/" and m.kind == "overlay" and m.options.get("upperdir", "").startswith("/")]
     if not overlays:
         return None
     path = overlays[-1].options["upperdir"]
-    mine = container.namespace("mnt")
-    pid = container.init.ppid
-    with contextlib.suppress(OSError, ValueError):
-        while pid > 0:
-            base = container.proc / str(pid)
-            if os.readlink(base / "ns/mnt") != mine:
-                with namespaces.opened(os.open(base / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)) as root:
-                    return _open(root, path)
-            pid = read_process(container.proc, pid).ppid
+    runtime = identity.runtime_root(container)
+    if runtime is not None:
+        with namespaces.opened(runtime), contextlib.suppress(OSError):
+            return _open(runtime, path)
     log.warning("the overlay directory %s cannot be opened: changed files of the container are not captured", path)
     return None
 
@@ -445,7 +439,6 @@ def _manifest(
     request: CaptureRequest,
     tree: Tree,
     facts: identity.Node,
-    mounts: Sequence[Mount],
     stdio: dict[str, int],
     mapped: list[identity.FileFact],
     draft: Draft,
@@ -470,7 +463,7 @@ def _manifest(
         staged={s.staged.name: s.staged.path for s in tree.sources},
         memory_bytes=sum((draft.path / n).lstat().st_blocks * 512 for n in files if n.startswith(in_memory)),
         disk_bytes=size,
-        environment={**facts.environment, identity.LAYERS: identity.layers(mounts)},
+        environment={**facts.environment, identity.LAYERS: identity.image_layers(container)},
         cpu_flags=list(facts.cpu_flags),
         mapped=mapped,
         files=files,

@@ -6,6 +6,7 @@ unnoticed by CRIU, so sizes and times are compared here, and a difference is nam
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import platform
@@ -17,7 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from . import namespaces
-from .containers import Container, Mount, Process
+from .containers import Container, Mount, Process, read_process
 
 KERNEL: Final = "kernelRelease"
 MACHINE: Final = "machine"
@@ -28,7 +29,7 @@ LAYERS: Final = "imageLayers"
 BOOT: Final = "bootId"
 
 NOT_COMPARED: Final = frozenset({BOOT, CPU, CPU_FLAGS, LAYERS})
-"""Recorded; compared otherwise (flags) or not at all (for people)."""
+"""Recorded; compared otherwise (flags, layers) or not at all (for people)."""
 
 DIGEST_LIMIT: Final = 64 << 20
 """Files outside the image's layers up to this size (bytes) are digested; of larger ones size and time must do."""
@@ -87,10 +88,50 @@ def cpu(proc: Path = Path("/proc")) -> tuple[str, list[str]]:
     return model or platform.machine(), sorted(common or ())
 
 
-def layers(mounts: Iterable[Mount]) -> str:
-    """A word for the read-only layers of the container's root file system (the list may be very long); empty if it is no overlay."""
+def runtime_root(container: Container) -> int | None:
+    """A descriptor of the file system as the container runtime sees it, where overlay directories have their names; or None.
+
+    They are no paths of the agent's. The runtime's shim is an ancestor of PID 1: the first one with other mounts than its own.
+    """
+    mine = container.namespace("mnt")
+    pid = container.init.ppid
+    with contextlib.suppress(OSError, ValueError):
+        while pid > 0:
+            base = container.proc / str(pid)
+            if os.readlink(base / "ns/mnt") != mine:
+                return os.open(base / "root", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+            pid = read_process(container.proc, pid).ppid
+    return None
+
+
+def layers(mounts: Iterable[Mount], root: int | None = None) -> str:
+    """A word for the read-only layers of the container's root file system; empty if it is no overlay.
+
+    Not the image digest of the pod's status: that arrives seconds after the container, and the artifact stays on this node
+    anyhow. With `root` (see `runtime_root`) inode and change time of each layer's directory count too, because a containerd that
+    was wiped gives the same names to other layers.
+    """
     lower = [m.options.get("lowerdir", "") for m in mounts if m.point == "/" and m.kind == "overlay"]
-    return f"sha256:{hashlib.sha256(lower[-1].encode()).hexdigest()[:16]}" if lower else ""
+    if not lower:
+        return ""
+    word = hashlib.sha256(lower[-1].encode())
+    for path in lower[-1].split(":") if root is not None else ():
+        if path.startswith("/"):
+            assert root is not None
+            with contextlib.suppress(OSError):
+                info = namespaces.stat_in_root(root, path)
+                word.update(f"{info.st_ino} {info.st_ctime_ns}\n".encode())
+    return f"sha256:{word.hexdigest()[:16]}"
+
+
+def image_layers(container: Container) -> str:
+    """`layers` of a running container. Raises OSError."""
+    root = runtime_root(container)
+    try:
+        return layers(container.mounts(), root)
+    finally:
+        if root is not None:
+            os.close(root)
 
 
 def compare_node(recorded: Mapping[str, str], recorded_flags: Iterable[str], here: Node) -> list[str]:
@@ -196,12 +237,21 @@ def _digest(root: int, path: str) -> str | None:
         return hashlib.file_digest(f, "sha256").hexdigest()
 
 
+def compare_image(recorded: Mapping[str, str], container: Container) -> list[str]:
+    """The difference, if the container's image is not the captured one.
+
+    The files compared below are those that memory is mapped from. The code of an interpreter is not among them: it was read, and
+    lives on in the memory of the image. Only the layers tell that another image stands behind the same tag.
+    """
+    then, now = recorded.get(LAYERS, ""), image_layers(container)
+    return [] if then == now else [f"{LAYERS}: {now or 'none'} instead of {then or 'none'} (another image, or pulled again)"]
+
+
 def compare_files(recorded: Iterable[FileFact], container: Container) -> list[str]:
     """Every recorded file that is not the same in this container, each named. One `stat` a file.
 
-    Of a file of the image, size and time decide: both come from the layer's archive, so they survive a second pull and another
-    snapshotter, and a rebuilt library differs. Equal layer directories would prove less: a wiped containerd counts from 1 again.
-    A file of a volume may have another time if its digest is the same.
+    Of a file of the image, size and time decide: both come from the layer's archive. A file of a volume may have another time if
+    its digest is the same.
     """
     found: list[str] = []
     with namespaces.opened(container.open_root()) as root:

@@ -133,6 +133,8 @@ def _check_place(container: Container, manifest: Manifest, criu: Criu, accelerat
     here = identity.node_facts(criu.version(), criu.program, accelerator=accelerator.facts())
     differences = identity.compare_node(manifest.environment, manifest.cpu_flags, here)
     if not differences:
+        differences = identity.compare_image(manifest.environment, container)
+    if not differences:
         differences = identity.compare_files(manifest.mapped, container)
     if differences:
         more = f" and {len(differences) - 4} more" if len(differences) > 4 else ""
