@@ -64,7 +64,7 @@ lock: venv ## Pin the newest versions that pyproject.toml allows
 
 .PHONY: test test-unit test-controlplane test-node test-e2e
 test: lint prepare ## Everything: lint, unit, controlplane, node (real CRIU), e2e (real vLLM)
-	$(PY) -m pytest tests $(PYTEST_ARGS)
+	$(PY) -m pytest tests/unit tests/controlplane tests/node tests/e2e $(PYTEST_ARGS)
 test-unit: venv ## Quick tests without a cluster
 	$(PY) -m pytest tests/unit $(PYTEST_ARGS)
 test-controlplane: venv ## Operator and API against a real kube-apiserver

@@ -322,6 +322,8 @@ class Init:
                 log(act.message)
             elif act.verb == machine.HELLO:
                 self.hello()
+            elif act.verb == machine.CLAIM:
+                self.claim(act.message)
             elif act.verb == machine.SERVER:
                 self.start_server(attended=act.attended)
             elif act.verb == machine.ADOPT:
@@ -352,6 +354,21 @@ class Init:
         except OSError as e:
             # Nobody will answer, so the decision timeout leads to a plain cold start.
             log(f"cannot write {protocol.HELLO}: {e}")
+
+    def claim(self, why: str) -> None:
+        """Decide ourselves, unless the agent does at this moment: the exclusive create tells who was first."""
+        decision = protocol.Start(incarnation=self.incarnation, mode="cold", reason="Unattended", message=why)
+        self.publish(decision)
+
+    def publish(self, message: protocol.Message) -> None:
+        """Write a file that the agent may be writing too; one of the two stays."""
+        assert self.dir_fd is not None
+        try:
+            message.save(self.dir_fd, exclusive=True)
+        except OSError as e:
+            if str(e) not in self.complaints:
+                self.complaints.add(str(e))
+                log(f"cannot write {message.FILE}: {e}")
 
     def start_server(self, *, attended: bool) -> None:
         """Start the server in its own session, with /dev/null as stdin, the container's stdout and stderr, and nothing else."""
@@ -399,19 +416,11 @@ class Init:
             procs.send(pids, signal.SIGCONT)
 
     def release(self) -> None:
-        """Release the server ourselves. The agent may do so at the same moment: the exclusive create decides."""
-        assert self.dir_fd is not None
+        """Release the server ourselves."""
         procs.send(procs.in_session(self.session), signal.SIGCONT)
         env = {"HOSTNAME": os.environ["HOSTNAME"]} if "HOSTNAME" in os.environ else {}
-        marker = protocol.Release(
-            incarnation=self.incarnation, host=os.environ.get("VLLMSNAPSHOT_HOST") or None, port=port_from_env(), env=env
-        )
-        try:
-            marker.save(self.dir_fd, exclusive=True)
-        except OSError as e:
-            if str(e) not in self.complaints:
-                self.complaints.add(str(e))
-                log(f"cannot write {protocol.RELEASE}: {e}")
+        host = os.environ.get("VLLMSNAPSHOT_HOST") or None
+        self.publish(protocol.Release(incarnation=self.incarnation, host=host, port=port_from_env(), env=env))
 
 
 def leave(code: int, message: str) -> NoReturn:

@@ -70,6 +70,7 @@ class Act(NamedTuple):
 
 
 HELLO = "hello"  # new incarnation: clear control files and scratch, write hello.json with Machine.failed_restores
+CLAIM = "claim"  # write start.json {cold, unattended} unless the agent has: a late one must not restore beside a cold start
 SERVER = "server"  # start the server; attended: with the barrier
 ADOPT = "adopt"  # the tree whose root is `pid` is the main process from now on
 KILL_ALL = "kill-all"  # SIGKILL everything but PID 1 and wait until it is gone
@@ -104,6 +105,7 @@ class Machine:
         self.phase = DECIDING
         self.failed_restores: dict[str, str] = {}
         self._restores = 0
+        self._claimed = False
         self._deadline = 0.0  # of the decision or the restore
         self._start: protocol.Start | None = None
         self._run = _Run(attended=False)
@@ -131,6 +133,8 @@ class Machine:
         """Seconds until the next look is due; None: only a signal (or the death of a child) needs one."""
         if self._stop_by is not None:
             return max(0.0, self._stop_by - now)
+        if self.phase == DECIDING and self._claimed:
+            return 0.0
         if self.phase in (DECIDING, RESTORING):
             return 0.02
         return None if self._settled() else 0.2
@@ -161,6 +165,7 @@ class Machine:
     def _ask(self, now: float) -> list[Act]:
         self.phase = DECIDING
         self._start = None
+        self._claimed = False
         self._deadline = now + self.policy.decision_timeout_s
         self._run = _Run(attended=False)
         acts = [Act(HELLO)]
@@ -171,9 +176,13 @@ class Machine:
     def _decide(self, look: Look) -> list[Act]:
         if look.start is not None:
             return self._obey(look.start, look.now)
-        if look.now >= self._deadline:
-            return self._cold(attended=False, why=f"nobody decided within {self.policy.decision_timeout_s:g} s")
-        return []
+        if look.now < self._deadline:
+            return []
+        why = f"nobody decided within {self.policy.decision_timeout_s:g} s"
+        if not self._claimed:  # and then obey what is there, whoever wrote it
+            self._claimed = True
+            return [Act(CLAIM, why)]
+        return self._cold(attended=False, why=why)
 
     def _obey(self, start: protocol.Start, now: float) -> list[Act]:
         self._start = start
@@ -183,7 +192,9 @@ class Machine:
             self.phase = RESTORING
             self._deadline = now + start.timeout_s
             return [Act(LOG, f"waiting for a restore of {start.content}")]
-        return [*self._clean(), *self._cold(attended=start.attended, why=start.reason)]
+        # Also a first decision may follow an attempt that was over before anybody looked: nothing of it may live beside us.
+        why = f"{start.reason}: {start.message}" if start.message else start.reason
+        return [Act(KILL_ALL), *self._cold(attended=start.attended, why=why)]
 
     def _await_restore(self, look: Look) -> list[Act]:
         assert self._start is not None

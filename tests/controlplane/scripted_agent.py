@@ -46,6 +46,8 @@ class World:
     capture: Literal["succeed", "fail", "hang"] = "succeed"
     restore: Literal["succeed", "fail"] = "succeed"
     environment: dict[str, str] = field(default_factory=lambda: {"kernel": "6.18"})
+    patient: bool = False
+    """Replicas wait at the barrier for an order that the operator has not written yet (it will)."""
     port_closed: set[str] = field(default_factory=set)
     """Pods (by name) whose engine never serves."""
 
@@ -103,6 +105,7 @@ class World:
         agents = await self.agents()
         nodes = sorted(node["metadata"]["name"] for node in await self.kube.list(NODES))
         pods = await self.pods()
+        contents = await self.kube.list(CONTENTS)
         for pod in pods:
             if "deletionTimestamp" in pod["metadata"]:
                 if self.kubelet:
@@ -116,13 +119,13 @@ class World:
             elif pod.get("status", {}).get("phase") in ("Failed", "Succeeded"):
                 continue
             elif pod["spec"]["nodeName"] in agents:
-                moved |= await self._attend(pod)
+                moved |= await self._attend(pod, contents)
             elif self.kubelet and condition(pod, "ContainersReady") != "True":
                 await self._serve(pod)
                 moved = True
             elif self.kubelet:
                 moved |= await self._gate(pod)
-        for item in await self.kube.list(CONTENTS):
+        for item in contents:
             if item["spec"]["nodeName"] in agents:
                 moved |= await self._order(item, pods)
         return moved
@@ -142,11 +145,11 @@ class World:
         }
         await self.kube.request("POST", PODS.path(self.namespace, meta["name"], BINDINGS), body=body)
 
-    async def _attend(self, pod: Object) -> bool:
+    async def _attend(self, pod: Object, contents: list[Object]) -> bool:
         """What the agent of the pod's node does next."""
         report, meta = report_of(pod), pod["metadata"]
-        mine = f"{c.LABEL_SNAPSHOT_UID}={meta['labels'][c.LABEL_SNAPSHOT_UID]}"
-        contents = await self.kube.list(CONTENTS, labels=mine)
+        uid = meta["labels"][c.LABEL_SNAPSHOT_UID]
+        contents = [item for item in contents if item["spec"]["snapshotRef"]["uid"] == uid]
         fitting = [
             item
             for item in contents
@@ -164,17 +167,19 @@ class World:
                 reason = R.RESTORE_FAILED if fitting else R.NO_ARTIFACT
                 await self._report(pod, start="cold", reason=reason, message="no artifact fits", state="Starting")
             case "Restoring":
-                await self._report(pod, report, state="Released", phases={"restore": 1.25})
+                await self._report(pod, report, state="Released", phases={"restore_s": 1.25})
             case "Starting":
                 await self._report(pod, report, state="AtBarrier")
             case "AtBarrier":
                 orders = [item for item in contents if item["spec"]["sourcePod"]["uid"] == meta["uid"]]
                 if any(not _answered(item) and "deletionTimestamp" not in item["metadata"] for item in orders):
                     return False
+                if self.patient and not orders:
+                    return False
                 await self._report(pod, report, state="Released")
             case "Released" if meta["name"] not in self.port_closed:
                 await self._report(
-                    pod, report, state="Serving", serving_at=rfc3339(time.time() + 4), phases={"restore": 1.25, "release": 2.5}
+                    pod, report, state="Serving", serving_at=rfc3339(time.time() + 4), phases={"restore_s": 1.25, "release_to_serving_s": 2.5}
                 )
             case "Serving" if condition(pod, "ContainersReady") != "True" and self.kubelet:
                 await self._serve(pod)
@@ -215,7 +220,7 @@ class World:
         }
         if kind == c.CAPTURED:
             status["artifact"] = {"bytes": 1 << 30, "digest": "sha256:00", "capturedAt": now}
-            status["phases"] = {"capture": "2.40s", "freeze": "1.60s"}
+            status["phases"] = {"total": "2.40s", "freeze": "1.60s"}
         if kind == c.QUARANTINED:
             captured = [condition for condition in item["status"]["conditions"] if condition["type"] == c.CAPTURED]
             status = {**item["status"], "conditions": captured + status["conditions"]}

@@ -90,6 +90,8 @@ async def running(cluster: Cluster, kube: Kube, monkeypatch: pytest.MonkeyPatch,
     operator = Operator(kube, Options(**settings))  # type: ignore[arg-type]
     stop = asyncio.Event()
     task = asyncio.create_task(operator.run(stop))
+    while not operator.health.port and not task.done():
+        await asyncio.sleep(0)
     try:
         yield operator
     finally:
@@ -124,3 +126,99 @@ async def test_events_alone_drive_a_claim_through_its_life(
         await until(kube, "smol", ready("3/3"))
         annotations = (await kube.get(SNAPSHOTS, "smol", "default") or {})["metadata"].get("annotations", {})
         assert not [name for name in annotations if "kopf" in name]
+
+
+async def test_it_waits_for_its_crds_and_only_then_is_ready(
+    cluster: Cluster, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kube = world.kube
+    for name in ("vllmsnapshots", "vllmsnapshotcontents", "vllmsnapshotnodes"):
+        cluster.kubectl("delete", "crd", f"{name}.vllmsnapshot.io", "--wait=true", timeout=60.0)
+    async with running(cluster, kube, monkeypatch) as operator:
+        status, text = await get(operator.health.port, "/readyz")
+        assert status == 503
+        assert "CRDs" in text
+        assert (await get(operator.health.port, "/healthz"))[0] == 200, "waiting is no reason to be restarted"
+        install_crds(cluster)
+        await world.describe_node("node-a")
+        await apply(kube, replicas=1)
+        await until(kube, "smol", ready("1/1"))
+        assert (await get(operator.health.port, "/readyz"))[0] == 200
+
+
+async def test_events_that_nobody_saw_are_made_up_for(cluster: Cluster, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pods deleted and claims changed while no operator ran; the claim deleted while none ran."""
+    kube = world.kube
+    async with running(cluster, kube, monkeypatch):
+        await apply(kube, replicas=2)
+        await until(kube, "smol", ready("2/2"))
+    for pod in await world.pods():
+        await kube.delete(PODS, pod["metadata"]["name"], "default", grace_period_s=0)
+    await apply(kube, replicas=3)
+    async with running(cluster, kube, monkeypatch):
+        await until(kube, "smol", ready("3/3"))
+    await kube.delete(SNAPSHOTS, "smol", "default")
+    async with running(cluster, kube, monkeypatch), asyncio.timeout(LIMIT_S):
+        async for event in kube.watch(SNAPSHOTS, "default"):
+            if event.type == "DELETED" or (event.type == "SYNC" and not event.items):
+                break
+    async with asyncio.timeout(LIMIT_S):
+        async for event in kube.watch(CONTENTS):
+            if event.type == "DELETED" or (event.type == "SYNC" and not event.items):
+                break
+
+
+async def test_a_watch_that_dies_ends_the_process(cluster: Cluster, world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Rather none than a blind one: the kubelet starts another."""
+    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
+    operator = Operator(world.kube, Options(agent_namespace=SYSTEM, health_port=0, kubeconfig=str(cluster.kubeconfig)))
+
+    async def dies(**_: object) -> None:
+        """kopf's own end, as when one of its watchers fails."""
+
+    monkeypatch.setattr("vllmsnapshot.controller.app.kopf.operator", dies)
+    with pytest.raises(ExceptionGroup, match="unhandled errors") as caught:
+        await operator.run(asyncio.Event())
+    assert "watch has ended" in str(caught.value.exceptions[0])
+    assert operator.health.live["watch"]() is not None
+
+
+async def test_liveness_fails_when_a_pass_hangs_or_the_resync_does_not_come_through(world: World) -> None:
+    operator = Operator(world.kube, Options(agent_namespace=SYSTEM, health_port=0))
+    operator._watching = True
+    assert all(check() is None for check in operator.health.live.values())
+    monkeyed = {"now": 0.0}
+    operator.queue._clock = lambda: monkeyed["now"]
+    operator.queue.add(("default", "smol"))
+    await operator.queue.take()
+    monkeyed["now"] = 299.0
+    assert operator.health.live["queue"]() is None
+    monkeyed["now"] = 301.0
+    assert "301 s" in str(operator.health.live["queue"]())
+    operator._resynced -= 1000.0
+    assert operator.health.live["resync"]() is not None
+
+
+def children_of(pid: int) -> list[int]:
+    """nsenter waits in front of what it has started in the cluster's PID namespace."""
+    return [int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+async def test_the_command_ends_with_sigterm_and_exit_status_0(cluster: Cluster, world: World) -> None:
+    flags = ["--kubeconfig", cluster.kubeconfig, "--agent-namespace", SYSTEM, "--health-port", "18080", "--log-format", "json"]
+    command = cluster.exec_command(
+        ["env", f"PYTHONPATH={ROOT}/operator:{ROOT}/child", sys.executable, "-m", "vllmsnapshot.controller.app", *flags]
+    )
+    process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL)
+    assert process.stderr is not None
+    await apply(world.kube, replicas=1)
+    await until(world.kube, "smol", ready("1/1"))
+    for pid in children_of(process.pid) or [process.pid]:
+        os.kill(pid, signal.SIGTERM)
+    async with asyncio.timeout(LIMIT_S):
+        log = (await process.stderr.read()).decode()
+        assert await process.wait() == 0, log
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert {"ts", "level", "logger", "msg"} <= lines[0].keys()
+    assert any("create pod smol-" in line["msg"] for line in lines)
+    assert not [line for line in lines if line["level"] in ("error", "critical")]

@@ -16,6 +16,7 @@ import pytest
 from tests.cluster import Cluster
 from tests.controlplane.scripted_agent import CountingKube, Stopped, World, condition, delete_all, report_of
 from vllmsnapshot.api import constants as c
+from vllmsnapshot.controller.observe import Observer
 from vllmsnapshot.controller.reconcile import Reconciler
 from vllmsnapshot.controller.workqueue import Wait
 from vllmsnapshot.kube import CONTENTS, EVENTS, NODES, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, Kube, Object, Resource
@@ -594,51 +595,89 @@ async def test_deletion_does_not_wait_for_a_node_that_is_down(lab: Lab) -> None:
     assert await lab.contents() == []
 
 
-async def life(lab: Lab) -> None:
-    """Create, scale, roll, scale down."""
-    await lab.apply(replicas=2)
-    await lab.settle()
-    await lab.apply(replicas=3, image="vllm:2")
-    await lab.settle()
-    await lab.apply(replicas=1, image="vllm:2")
-    await lab.settle()
+@dataclass
+class Life:
+    """One of many claims that live at the same time in one world, each with an operator that dies at another write."""
 
+    lab: Lab
+    name: str
+    observer: Observer
+    stop_at: int | None = None
+    after: bool = False
+    died: bool = False
 
-async def outcome(lab: Lab) -> Any:
-    """What must be the same, however often the operator died on the way."""
-    status = await lab.status()
-    shown = {item["type"]: (item["status"], item["reason"]) for item in status["conditions"]}
-    pods = [(pod["spec"]["containers"][0]["image"], report_of(pod).start) for pod in await lab.pods()]
-    mine = await lab.kube.list(SERVICES, "default", labels=f"{c.LABEL_MANAGED_BY}={c.MANAGED_BY}")
-    return shown, pods, status["ready"], len(await lab.contents()), len(mine)
+    def __post_init__(self) -> None:
+        self.start(self.stop_at)
 
+    def start(self, stop_at: int | None) -> None:
+        """A new operator process for this claim."""
+        self.kube = CountingKube.of(self.lab.kube)
+        self.kube.stop_at, self.kube.after = stop_at, self.after
+        self.reconciler = Reconciler(self.kube, SYSTEM)
+        self.reconciler.observer = self.observer
 
-@pytest.mark.parametrize("answer_lost", [False, True])
-async def test_the_operator_may_die_at_any_write(lab: Lab, answer_lost: bool) -> None:
-    """For every n: the n-th write of a whole life is the last of a process; the next one carries on."""
-    await life(lab)
-    wanted = await outcome(lab)
-    total = len(lab.counting.writes)
-    assert total > 25
-    for last in range(1, total + 1):
-        await lab.delete()
-        lab.restart()
-        await lab.settle()
-        await delete_all(lab.kube, PODS, "default")
-        await delete_all(lab.kube, SERVICES, "default")
-        lab.restart(stop_at=last, after=answer_lost)
+    async def once(self) -> int:
+        """One pass; how many writes it made. If the process dies in it, there is a new one afterwards."""
+        before = len(self.kube.writes)
         try:
-            await life(lab)
+            await self.reconciler.reconcile(("default", self.name))
         except Stopped:
-            died = True
-            lab.restart()
-            await life(lab)
+            self.died = True
+            self.start(None)
+            return 1
+        return len(self.kube.writes) - before
+
+    async def outcome(self) -> Any:
+        """What must be the same, however often the operator died on the way."""
+        claim = await self.lab.claim(self.name)
+        mine = f"{c.LABEL_SNAPSHOT_UID}={claim['metadata']['uid']}"
+        pods = await self.lab.kube.list(PODS, "default", labels=mine)
+        return (
+            {item["type"]: (item["status"], item["reason"]) for item in claim["status"]["conditions"]},
+            sorted((pod["spec"]["containers"][0]["image"], report_of(pod).start) for pod in pods),
+            claim["status"]["ready"],
+            len(await self.lab.kube.list(CONTENTS, labels=mine)),
+            len(await self.lab.kube.list(SERVICES, "default", labels=mine)),
+        )
+
+
+async def live(lab: Lab, lives: list[Life]) -> None:
+    """Create, roll and scale up, scale down."""
+    for spec in ({"replicas": 1}, {"replicas": 2, "image": "vllm:2"}, {"replicas": 1, "image": "vllm:2"}):
+        for one in lives:
+            await lab.apply(one.name, **spec)
+        for _ in range(100):
+            writes = sum([await one.once() for one in lives])
+            moved = False
+            while await lab.world.step():
+                moved = True
+            if not writes and not moved:
+                break
         else:
-            died = False
-        assert await outcome(lab) == wanted, f"died at write {last}: {lab.counting.writes}"
-        assert await lab.once() == 0
-        if not died:
-            break
+            raise AssertionError("never at rest")
+
+
+async def test_the_operator_may_die_at_any_write(lab: Lab) -> None:
+    """For every n: the n-th write of a claim's life is the last one of a process, sent or not; the next process carries on."""
+    lab.world.patient = True
+    observer = Observer(lab.kube, SYSTEM, share_s=3600.0)  # nodes and agents stay as they are here
+    calm = Life(lab, "calm", observer)
+    await live(lab, [calm])
+    wanted, total = await calm.outcome(), len(calm.kube.writes)
+    assert wanted[1:] == ([("vllm:2", "restore")], "1/1", 1, 1)
+    assert total > 15
+    lives = [Life(lab, f"n{n}-{after}".lower(), observer, n, after) for n in range(1, total + 1) for after in (False, True)]
+    await live(lab, lives)
+    for one in lives:
+        assert await one.outcome() == wanted, one.name
+        assert await one.once() == 0, one.name
+    assert sum(one.died for one in lives) > 0.9 * len(lives), "the enumeration covers the life"
+    # And in the end, all go.
+    for one in lives:
+        await lab.delete(one.name)
+        await one.once()
+        await one.once()
+        assert await lab.kube.get(SNAPSHOTS, one.name, "default") is None
 
 
 async def test_two_operators_at_once_do_no_harm(lab: Lab) -> None:

@@ -40,7 +40,7 @@ class Vllm:
         self.port = free_port()
         self.popen: subprocess.Popen[bytes] | None = None
 
-    def start(self, *args: str, **env: str) -> None:
+    def start(self, *args: str) -> None:
         files = ("--ready-file", str(self.directory / "ready.json"), "--release-file", str(self.directory / "release.json"))
         path = os.pathsep.join(p for p in (str(ROOT / "child"), os.environ.get("VLLMSNAPSHOT_VLLM_PATH", "")) if p)
         settings = {"PYTHONPATH": path, "HOME": str(self.directory), "HF_HUB_OFFLINE": "1", "VLLMSNAPSHOT_INCARNATION": "here"}
@@ -48,7 +48,7 @@ class Vllm:
         with (self.directory / "log").open("wb") as log:
             self.popen = subprocess.Popen(
                 argv,
-                env={**os.environ, **settings, **env},
+                env={**os.environ, **settings},
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
@@ -141,25 +141,21 @@ def test_the_whole_life_of_a_real_engine(vllm: Vllm) -> None:
 
 
 @pytest.mark.parametrize(
-    ("args", "env", "names"),
+    ("args", "names"),
     [
-        (("--port", "9000"), {}, "--port"),
-        (("--host=0.0.0.0",), {}, "--host"),
-        (("--tensor-parallel-size", "2"), {}, "--tensor-parallel-size"),
-        (("-tp", "2"), {}, "--tensor-parallel-size"),
-        (("--api-server-count", "2"), {}, "--api-server-count"),
-        (("--api-key", "secret"), {}, "--api-key"),
-        (("--enable-lora",), {}, "--enable-lora"),
-        ((), {"VLLM_API_KEY": "secret"}, "VLLM_API_KEY"),
-        (("--no-such-flag",), {}, "no-such-flag"),
+        (("--port", "9000"), "--port"),
+        (("-tp", "2"), "--tensor-parallel-size"),
+        (("--api-key", "hunter2"), "--api-key"),
+        (("--api-key", "hunter2", "--no-such-flag"), "--no-such-flag"),
     ],
 )
-def test_what_cannot_work_is_refused_at_once(vllm: Vllm, args: tuple[str, ...], env: dict[str, str], names: str) -> None:
-    vllm.start(*args, **env)
+def test_what_cannot_work_is_refused_at_once(vllm: Vllm, args: tuple[str, ...], names: str) -> None:
+    """By vLLM's own parser, whose names and abbreviations change (the list of flags itself: test_child_memory.py)."""
+    vllm.start(*args)
     assert vllm.popen is not None
     assert vllm.popen.wait(120) == EXIT_CODES[Reason.BAD_ARGUMENTS]
     failed = vllm.file("failed.json")
     assert failed["reason"] == Reason.BAD_ARGUMENTS
     assert names in failed["message"]
-    assert "secret" not in failed["message"]
+    assert "hunter2" not in failed["message"]
     assert vllm.tree() == []

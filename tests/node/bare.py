@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from vllmsnapshot.agent.containers import Container, find
+from vllmsnapshot.api.constants import CONTROL_VOLUME
 
 HERE = Path(__file__).resolve().parent
 PATIENCE_S = 60.0
@@ -55,7 +56,7 @@ class Bare:
         self._pinned: Container | None = None
         self.cgroups = _make_cgroups(self.uid)
         try:
-            for name in ("upper", "work", "merged", "control"):
+            for name in ("upper", "work", "merged", CONTROL_VOLUME):
                 (self.base / name).mkdir()
             self.control.chmod(0o777)
             if memory_limit is not None:
@@ -63,7 +64,7 @@ class Bare:
                     for file in ("memory.limit_in_bytes", "memory.max"):
                         if (cgroup / file).exists():
                             (cgroup / file).write_text(str(memory_limit))
-            task = json.dumps({"base": str(self.base), "command": list(command), "uid": uid})
+            task = json.dumps({"base": str(self.base), "command": list(command), "uid": uid, "control": CONTROL_VOLUME})
             enter = 'while [ "$1" != -- ]; do echo $$ > "$1"; shift; done; shift; exec "$@"'
             self._process = subprocess.Popen(
                 [
@@ -94,7 +95,7 @@ class Bare:
     @property
     def control(self) -> Path:
         """The control volume as the agent sees it."""
-        return self.base / "control"
+        return self.base / CONTROL_VOLUME
 
     @property
     def container(self) -> Container:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 
 
-def mounts(base: str) -> None:
+def mounts(base: str, control: str) -> None:
     """An overlay on the machine's root as the container's root, with volumes as a pod has them."""
     root = f"{base}/merged"
     script = f"""
@@ -25,9 +25,13 @@ def mounts(base: str) -> None:
     mkdir {root}/dev/shm
     mount -t tmpfs tmpfs {root}/dev/shm
     mount -t tmpfs tmpfs {root}/tmp
+    mkdir {root}/tmp/volume
+    hostname > {base}/hostname
+    mount --bind {base}/hostname {root}/etc/hostname
+    mount -t tmpfs tmpfs {root}/tmp/volume
     mount -t tmpfs tmpfs {root}/run
     mkdir {root}/run/vllmsnapshot
-    mount --bind {base}/control {root}/run/vllmsnapshot
+    mount --bind {base}/{control} {root}/run/vllmsnapshot
     mkdir -p {root}/old
     ip link set lo up
     """
@@ -43,7 +47,7 @@ def mounts(base: str) -> None:
 def main() -> None:
     """Mount, announce, start on a line of stdin, reap for ever."""
     task = json.loads(sys.argv[1])
-    mounts(task["base"])
+    mounts(task["base"], task["control"])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     print("init", flush=True)
     command = task["command"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import select
 import time
@@ -14,7 +15,7 @@ from tests.nodeview import NodeView
 from tests.system import SYSTEM_NAMESPACE, System, condition
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.kube import PODS, Object
-from vllmsnapshot_child.protocol import HOLD, RESTORED, START
+from vllmsnapshot_child.protocol import HELLO, HOLD, RESTORED, START
 
 R = c.Reason
 AGENTS = f"{c.LABEL_COMPONENT}={c.COMPONENT_AGENT}"
@@ -66,6 +67,45 @@ async def test_a_crashed_engine_is_restored_in_the_same_pod(how: str, make: Make
     assert snap.ticks(pod, "--previous")[0] == 0
     assert len(await snap.pods()) == 1
     assert len(snap.seen.contents) == 1, "nothing new was captured"
+
+
+@pytest.mark.parametrize(
+    ("fault", "reason"),
+    [("reload=exit", R.RESTORE_DIED), ("answer=wrong", R.CANARY_MISMATCH), ("reload=hang", R.RESTORE_TIMEOUT)],
+    ids=["dies", "answers-wrong", "hangs"],
+)
+async def test_a_restored_engine_that_fails_before_it_serves(fault: str, reason: str, make: Make, node: NodeView) -> None:
+    """It is cleared away, and the replica starts cold in the same container; the budget of one failure is spent."""
+    snap = await make(f"fails-{fault.partition('=')[2]}", restore={"timeoutSeconds": 8, "failureBudget": 1})
+    seed, content = await snap.seeded()
+    snap.scale(2)
+    pod = await snap.newcomer([seed])
+    uid = pod["metadata"]["uid"]
+    order = node.control(uid) / "fault"
+    first = json.loads(await node.control_file(uid, HELLO))["incarnation"]
+    order.write_text(fault)
+
+    def over() -> bool:
+        try:
+            return first not in (node.control(uid) / HELLO).read_text()
+        except FileNotFoundError:  # init clears the control files first
+            return True
+
+    await node.when("the container to start over", over)
+    order.unlink()
+    await snap.ready(2)
+    pod = await snap.pod(pod["metadata"]["name"])
+    assert restarts(pod) == 0
+    assert report(pod).start == c.START_COLD
+    assert reason in f"{report(pod).reason}: {report(pod).message}"
+    assert await snap.ask(pod) == answer()
+    assert len(node.processes(uid)) == 3, "something of the failed restore is left"
+    snap.never_wrong(answer())
+
+    async def quarantined() -> bool:
+        return c.QUARANTINED in snap.seen.content_conditions(content)
+
+    await snap.system.until("the artifact to be quarantined", quarantined, 30)
 
 
 async def test_deletion_ends_every_process_in_time(make: Make, node: NodeView, system: System) -> None:

@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,12 +17,16 @@ import pytest
 from tests.node.bare import Bare, app, prefix
 from vllmsnapshot.agent.accelerator import Cpu
 from vllmsnapshot.agent.capture import CAP_SYS_RESOURCE, CaptureRequest, CaptureResult, capture, has_capability, resume
-from vllmsnapshot.agent.containers import find, wait_dead
+from vllmsnapshot.agent.config import Config
+from vllmsnapshot.agent.containers import find, is_criu, wait_dead
 from vllmsnapshot.agent.criu import Criu, Outcome
 from vllmsnapshot.agent.errors import CaptureError, RestoreError, StoreError
+from vllmsnapshot.agent.local import LocalOps
+from vllmsnapshot.agent.nodeops import Order, PodRef
 from vllmsnapshot.agent.restore import RestoreRequest, clear, restore
 from vllmsnapshot.agent.store import Store
 from vllmsnapshot.api.constants import Reason
+from vllmsnapshot_child.protocol import Oracle
 
 PREFIX = prefix()
 pytestmark = [
@@ -363,6 +368,39 @@ restore.restore(container, restore.RestoreRequest(content="c1", timeout_s=60), m
         assert copy.ask()["echo"] == "hello"
 
 
+def test_an_agent_killed_in_a_dump_leaves_the_tree_alive(criu: Criu, store: Store) -> None:
+    """CRIU is not killed with it, but made to let go: a process that was in the middle of injected code would die."""
+    with source(criu, 300) as bare:
+        before = bare.ask()
+        script = f"""
+from pathlib import Path
+from vllmsnapshot.agent import accelerator, capture, containers, criu, store
+made = store.Store(Path({str(store.root)!r}))
+container = containers.find({bare.uid!r}, Path({str(bare.control)!r}))
+capture.capture(container, capture.CaptureRequest(content="c1", timeout_s=60), made, criu.Criu(prefix=Path({str(criu.prefix)!r})),
+    accelerator.Cpu())
+"""
+        for traced in (0, 1, 2, 3):
+            agent = subprocess.Popen([sys.executable, "-c", script], env={**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)})
+            try:
+                while sum(p.traced for p in bare.container.descendants()) < traced or not criu_runs(bare):
+                    assert agent.poll() is None, "the capture ended"
+            finally:
+                agent.kill()
+                agent.wait()
+            while criu_runs(bare):
+                os.sched_yield()
+            resume(bare.container)
+            assert bare.ask()["pattern"] == before["pattern"]
+        store.recover()
+        take(bare, store, criu)
+
+
+def criu_runs(bare: Bare) -> bool:
+    """Whether a process of the container's namespace is CRIU."""
+    return any(is_criu(bare.container.proc, p) for p in bare.container.processes())
+
+
 def test_an_artifact_is_not_deleted_under_a_restore(criu: Criu, store: Store) -> None:
     with source(criu, 1) as bare, Bare() as copy:
         take(bare, store, criu)
@@ -375,3 +413,78 @@ def test_an_artifact_is_not_deleted_under_a_restore(criu: Criu, store: Store) ->
             put_back(copy, store, criu)
         assert error.value.reason == Reason.ARTIFACT_MISSING
         assert copy.ask()["echo"] == "hello", "a refused restore touches nothing that was there"
+
+
+def test_a_volume_below_scratch_does_not_travel(criu: Criu, store: Store) -> None:
+    with source(criu, 1) as bare, Bare() as copy:
+        (Path(f"/proc/{bare.container.pid}/root") / "tmp/volume/model").write_bytes(b"x" * (50 << 20))
+        result = take(bare, store, criu, max_bytes=50 << 20)
+        assert "scratch/lock" in result.manifest.files
+        assert not [n for n in result.manifest.files if "volume" in n]
+        put_back(copy, store, criu)
+        assert copy.ask()["echo"] == "hello"
+
+
+def test_node_operations_as_the_agent_calls_them(criu: Criu, tmp_path: Path) -> None:
+    """The whole boundary between deciding and doing, on a kubelet directory that looks like one."""
+    kubelet = tmp_path / "kubelet"
+    (kubelet / "pods").mkdir(parents=True)
+    ops = LocalOps(
+        Config(node_name="n", kubelet_dir=str(kubelet), store_dir=str(tmp_path / "store"), criu_prefix=str(criu.prefix))
+    )
+
+    def pod(bare: Bare) -> PodRef:
+        volumes = kubelet / "pods" / bare.uid / "volumes"
+        volumes.mkdir(parents=True, exist_ok=True)
+        if not (volumes / "kubernetes.io~empty-dir").exists():
+            (volumes / "kubernetes.io~empty-dir").symlink_to(bare.base)
+        return PodRef(namespace="ns", name="pod", uid=bare.uid)
+
+    health = ops.doctor()
+    assert health.capable, health.message
+    assert health.environment["kernelRelease"]
+    oracle = Oracle(token_ids=[1], text=" Paris", sampled_token_logprob=-0.1)
+    order = Order(content="c1", content_uid="u1", identity="i1", snapshot_uid="s1", timeout_s=60)
+    with Bare(app(5)) as first, Bare() as second:
+        ops.raise_pids(pod(first))
+        first.go()
+        first.expect("up")
+        before = first.ask()
+        assert before["pid"] >= 1000
+        resumed: list[bool] = []
+        stored = ops.capture(pod(first), order, oracle, False, lambda: resumed.append(True))
+        assert resumed == [True]
+        assert (stored.content_uid, stored.oracle, stored.foreign) == ("u1", oracle, False)
+        assert ops.artifact("c1") == stored
+        assert ops.artifacts() == [stored]
+        assert ops.artifact("c2") is None
+        revived = ops.restore(pod(second), "c1", 60)
+        assert revived.pid == before["pid"]
+        assert second.ask()["pattern"] == before["pattern"]
+        ops.resume(pod(second))
+        ops.clear(pod(second))
+        assert second.container.processes() == []
+        ops.end(pod(second), 0.0)
+        assert second.container.alive(), "it started later than that"
+        ops.end(pod(second), time.time())
+        assert wait_dead([second.container.pidfd], 60)
+        with pytest.raises(RestoreError, match="has no running"):
+            ops.restore(pod(second), "c1", 60)
+        ops.delete_artifact("c1")
+        ops.delete_artifact("c1")
+        assert ops.artifacts() == []
+
+
+def test_changed_files_of_the_image_travel_and_mounted_ones_do_not(criu: Criu, store: Store) -> None:
+    with source(criu, 1) as bare, Bare() as copy:
+        theirs, mine = (Path(f"/proc/{b.container.pid}/root/etc") for b in (bare, copy))
+        # One that a layer below has, too; in an overlay it has another device number than the directory it is in.
+        (theirs / "debian_version").write_text("changed")
+        (theirs / "hostname").write_text("of the captured pod")
+        before = (mine / "hostname").read_text()
+        result = take(bare, store, criu)
+        assert "upper/etc/debian_version" in result.manifest.files
+        assert "upper/etc/hostname" not in result.manifest.files
+        put_back(copy, store, criu)
+        assert (mine / "debian_version").read_text() == "changed"
+        assert (mine / "hostname").read_text() == before

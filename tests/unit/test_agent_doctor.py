@@ -9,8 +9,7 @@ import pytest
 from vllmsnapshot.agent import doctor
 from vllmsnapshot.agent.criu import Criu, CriuError
 
-V1 = """
-30 1 0:25 / /host/cgroup rw - tmpfs tmpfs rw
+V1 = """30 1 0:25 / /host/cgroup rw - tmpfs tmpfs rw
 31 30 0:26 / /host/cgroup/memory rw - cgroup cgroup rw,memory
 32 30 0:27 / /host/cgroup/cpu,cpuacct rw - cgroup cgroup rw,cpu,cpuacct
 33 30 0:28 / /host/cgroup/systemd rw - cgroup cgroup rw,xattr,name=systemd
@@ -22,7 +21,7 @@ V2 = "31 1 0:26 / /host/cgroup rw,nosuid - cgroup2 cgroup2 rw,nsdelegate\n"
 
 @pytest.fixture(autouse=True)
 def writable(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.access", lambda path, mode: "memory" not in str(path) or "ro" not in str(path))
+    monkeypatch.setattr("os.access", lambda path, mode: True)
 
 
 @pytest.mark.parametrize(("mounts", "init", "words"), [(V1, V1_INIT, "v1 and v2"), (V2, "0::/\n", "v2")])

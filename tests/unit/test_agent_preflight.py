@@ -2,23 +2,24 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from vllmsnapshot.agent.capture import find_tree
-from vllmsnapshot.agent.containers import Process, descendants, in_pod
+from vllmsnapshot.agent.containers import Process, descendants, in_pod, read_process
 from vllmsnapshot.agent.errors import CaptureError
 from vllmsnapshot.api.constants import Reason
 
 INIT = 500
 
 
-def process(pid: int, ppid: int, session: int, **changes: Any) -> Process:
+def process(pid: int, parent: int, session: int, **changes: Any) -> Process:
     """The host PID is 500 above the container's."""
     values = {
         "pid": pid + INIT,
-        "ppid": ppid + INIT if ppid else INIT,
+        "ppid": parent + INIT,
         "ns_pid": pid,
         "ns_session": session,
         "uid": 0,
@@ -90,3 +91,20 @@ def test_descendants_of_a_cycle_end() -> None:
 )
 def test_cgroups_name_the_pod(text: str, inside: bool) -> None:
     assert in_pod(text, "0a1b-2c") is inside
+
+
+def test_a_process_may_call_itself_anything(tmp_path: Path) -> None:
+    directory = tmp_path / "7"
+    directory.mkdir()
+    numbers = " ".join(str(n) for n in range(3, 60))
+    (directory / "stat").write_bytes(b"7 (a) S 1 1\n\x1b\xff) T 5 " + numbers.encode())
+    (directory / "status").write_text(
+        "Name:\ta) S 1 1\\n\nUid:\t10\t0\t0\t0\nGid:\t20\t0\t0\t0\nNSpid:\t7\t2\nNSsid:\t7\t1\nVmSwap:\t4 kB\nRssAnon:\t8 kB\n"
+    )
+    found = read_process(tmp_path, 7)
+    assert (found.state, found.ppid, found.comm) == ("T", 5, "a) S 1 1??\ufffd")
+    assert (found.ns_pid, found.ns_session, found.uid, found.rss_bytes) == (2, 1, 10, 12 << 10)
+    assert found.start_time == 20
+    (directory / "status").write_text("Name:\tx\n")
+    with pytest.raises(ValueError, match="ended"):
+        read_process(tmp_path, 7)

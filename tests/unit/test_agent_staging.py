@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from vllmsnapshot.agent import staging
+from vllmsnapshot.agent.containers import Mount
 from vllmsnapshot.agent.staging import Copy, StagingError
 
 
@@ -173,10 +174,16 @@ def test_only_crius_own_files_are_removed(trees: tuple[Path, Path], tmp_path: Pa
     with opened(a) as fd:
         found = staging.measure(fd).criu_files
         # Meanwhile one becomes another file, one was there before, and one lies behind a link now.
-        (a / "link_remap.2").unlink()
         (a / "other").write_text("y")
         (a / "other").rename(a / "link_remap.2")
         removed = staging.remove_criu_files(fd, found, before={"link_remap.3"})
     assert removed == 1
     assert sorted(os.listdir(a)) == ["dir", "link_remap.2", "link_remap.3"]
     assert os.listdir(a / "dir") == []
+
+
+def test_what_is_mounted_below() -> None:
+    points = ["/", "/tmp", "/tmp/models", "/tmpfs", "/etc/hosts", "/tmp/a/b"]
+    mounts = [Mount(point=p, root="/", kind="tmpfs", device="0:1", options={}) for p in points]
+    assert staging.mounted_below("/tmp", mounts) == {"models", "a/b"}
+    assert staging.mounted_below("/", mounts) == {"tmp", "tmp/models", "tmpfs", "etc/hosts", "tmp/a/b"}

@@ -54,6 +54,8 @@ def test_nobody_decides_and_it_serves_cold(pod: Container) -> None:
     assert serving["port"] == pod.port
     assert serving["incarnation"] == pod.hello()["incarnation"]
     assert pod.get(READY) is None
+    start = pod.file(START)  # a late agent finds the place taken
+    assert (start["mode"], start["reason"], start["attended"]) == ("cold", "Unattended", False)
     assert json.loads(pod.ask("/v1/completions", {"prompt": "x", "max_tokens": 2}))["choices"][0]["text"]
 
 

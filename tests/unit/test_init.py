@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 from vllmsnapshot_child import machine, protocol
 from vllmsnapshot_child.machine import (
     ADOPT,
+    CLAIM,
     EXIT,
     FORWARD,
     HELLO,
@@ -82,9 +83,25 @@ def test_it_says_hello_first_and_waits() -> None:
 
 def test_nobody_answers_so_it_starts_cold_without_a_barrier() -> None:
     life = Life()
-    act = only(life.see(10))
-    assert (act.verb, act.attended) == (SERVER, False)
+    assert life.verbs(10) == [CLAIM]
+    assert life.machine.pause(life.now) == 0
+    acts = life.see(start=replace(COLD, reason="Unattended", message="nobody decided"))
+    assert [(a.verb, a.attended) for a in acts] == [(KILL_ALL, False), (SERVER, False)]
     assert "nobody decided" in life.log[-1]
+
+
+def test_an_answer_in_the_last_moment_is_obeyed() -> None:
+    life = Life()
+    assert life.verbs(10) == [CLAIM]
+    assert life.see(start=RESTORE) == []
+    assert life.verbs(restored=RESTORED) == [ADOPT]
+
+
+def test_a_decision_that_cannot_be_written_down_is_taken_all_the_same() -> None:
+    life = Life()
+    assert life.verbs(10) == [CLAIM]
+    act = only(life.see())
+    assert (act.verb, act.attended) == (SERVER, False)
 
 
 def test_without_a_control_volume_it_starts_cold_at_once() -> None:
@@ -97,8 +114,8 @@ def test_without_a_control_volume_it_starts_cold_at_once() -> None:
 
 @pytest.mark.parametrize("attended", [True, False])
 def test_told_cold(attended: bool) -> None:
-    act = only(Life().see(start=replace(COLD, attended=attended)))
-    assert (act.verb, act.attended) == (SERVER, attended)
+    acts = Life().see(start=replace(COLD, attended=attended))
+    assert [(a.verb, a.attended) for a in acts] == [(KILL_ALL, False), (SERVER, attended)]
 
 
 def test_told_to_refuse_it_exits_and_says_why() -> None:
@@ -108,7 +125,7 @@ def test_told_to_refuse_it_exits_and_says_why() -> None:
 
 
 def test_a_restore_without_a_content_is_a_cold_start() -> None:
-    assert Life().verbs(start=replace(RESTORE, content=None)) == [SERVER]
+    assert Life().verbs(start=replace(RESTORE, content=None)) == [KILL_ALL, SERVER]
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
@@ -169,7 +186,8 @@ def test_a_restored_tree_that_dies_before_serving_leads_to_a_new_incarnation_tha
     acts = life.see(exited=75, failure=(Reason.CANARY_MISMATCH, "other text"))
     assert [a.verb for a in acts] == [KILL_ALL, HELLO]
     assert life.machine.failed_restores == {"c1": "CanaryMismatch: other text"}
-    assert life.verbs(10) == [SERVER]  # and nobody answers the new hello
+    assert life.verbs(10) == [CLAIM]  # and nobody answers the new hello
+    assert life.verbs() == [SERVER]
 
 
 @pytest.mark.parametrize(("code", "says"), [(139, "exit code 139"), (73, "ReleaseTimeout: exit code 73")])
@@ -403,6 +421,6 @@ def test_no_sequence_of_events_leads_to_two_servers_or_to_none(
     if done:
         return
     # Whatever happened: if nothing happens any more, a server runs (or has been told to end) before long.
-    check(life.see(1000))
-    check(life.see(1000))
+    for _ in range(3):
+        check(life.see(1000))
     assert running or done

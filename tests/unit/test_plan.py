@@ -43,7 +43,7 @@ def pod(name: str, hashes: pods.Template = NEW, **fields: Any) -> Replica:
 
 
 def serving(name: str, hashes: pods.Template = NEW, *, mode: str = c.START_COLD, **fields: Any) -> Replica:
-    report = PodReport(start=mode, state="Serving")  # type: ignore[arg-type]
+    report = PodReport(start=mode, state="Serving")
     ready: dict[str, Any] = {"ready": True, "containers_ready": True, "verified": "True", "start_mode": mode, "report": report}
     return pod(name, hashes, **{**ready, **fields})
 

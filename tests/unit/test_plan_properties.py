@@ -18,7 +18,7 @@ from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec
 from vllmsnapshot.controller import plan as p
 from vllmsnapshot.controller import pods, status
-from vllmsnapshot.controller.world import Claim, Content, Observed, Replica, ServiceView
+from vllmsnapshot.controller.world import Claim, Content, Observed, Replica, ServiceView, newest
 
 NODES = ("n1", "n2", "n3")
 replace = dataclasses.replace
@@ -123,7 +123,7 @@ class Sim:
             case p.DeleteContent(content):
                 if not self.claim.deleting:
                     identity = pods.template(spec).identity
-                    best = status.newest(
+                    best = newest(
                         i
                         for i in self.contents.values()
                         if (i.identity, i.node) == (identity, content.node) and self.observed().usable(i)

@@ -132,7 +132,7 @@ def test_host_network() -> None:
 
 
 def test_preferred_nodes_join_the_users_affinity() -> None:
-    theirs = {
+    theirs: dict[str, Any] = {
         "podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": []},
         "nodeAffinity": {
             "requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [{"matchExpressions": []}]},

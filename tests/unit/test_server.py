@@ -38,6 +38,8 @@ class Recorder:
         self.env: dict[str, str] = {}
         self.release: bytes | None = json.dumps(RELEASE).encode()  # written as soon as the engine is at the barrier
         self.served = False
+        self.serves = True
+        self.logprob = -0.5
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -51,7 +53,8 @@ class Recorder:
         self.note("canary" if prompt == oracle.FIRST else "more")
         waiting = self.answers.get(prompt.text)
         text = waiting.pop(0) if waiting else "yes"
-        return Oracle(token_ids=[1] * prompt.tokens, text=text, sampled_token_logprob=-0.5, prompt=prompt.text)
+        logprob = self.logprob if prompt == oracle.FIRST else -0.5
+        return Oracle(token_ids=[1] * prompt.tokens, text=text, sampled_token_logprob=logprob, prompt=prompt.text)
 
     async def prebuild(self) -> None:
         self.note("prebuild")
@@ -74,14 +77,16 @@ class Recorder:
 
     async def renew(self, env: Mapping[str, str]) -> None:
         assert (self.control / protocol.READY).exists(), "before the barrier"
+        self.logprob -= 0.0005
         self.note("renew")
         self.env = dict(env)
 
     async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
         self.note("serve")
-        listener.listen()
-        serving()
-        self.served = True
+        if self.serves:
+            listener.listen()
+            serving()
+            self.served = True
 
     async def close(self) -> None:
         self.note("close")
@@ -177,6 +182,13 @@ async def test_unattended_it_serves_without_a_control_volume(tmp_path: Path) -> 
 
 
 # --- answers ---
+
+
+async def test_serving_has_the_answer_given_after_the_release(case: Case) -> None:
+    """Not a copy of the recorded one, or whoever compares it again compares the record with itself."""
+    await case.run()
+    assert case.file(protocol.READY)["sampled_token_logprob"] == -0.5
+    assert case.file(protocol.SERVING)["oracle"]["sampled_token_logprob"] == -0.5005
 
 
 async def test_another_answer_in_the_rehearsal(case: Case) -> None:
@@ -294,6 +306,12 @@ async def test_a_port_that_is_taken(case: Case) -> None:
     assert error.reason == Reason.BIND_FAILED
     assert str(case.port) in error.message
     assert "serve" not in case.engine.calls
+
+
+async def test_an_http_server_that_ends_before_it_serves(case: Case) -> None:
+    """uvicorn returns without a word if the application does not start."""
+    case.engine.serves = False
+    assert (await case.fails()).reason == Reason.ENGINE_FAILED
 
 
 @pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid", "a" * 200])
@@ -494,3 +512,18 @@ def test_an_engine_that_exits_by_itself_takes_nothing_with_it(process: Process) 
 def test_bad_arguments_of_the_server_itself(process: Process) -> None:
     process.start(options=("--port", "0"))
     process.ends(EXIT_CODES[Reason.BAD_ARGUMENTS])
+
+
+async def test_serving_json_tells_the_answer_given_after_the_release_not_the_recorded_one(case: Case) -> None:
+    # The agent compares it with what it has on its disk; a copy of the recorded answer would prove nothing.
+    recorded = case.engine.canary
+
+    async def canary(prompt: Prompt) -> Oracle:
+        answer = await recorded(prompt)
+        after = "renew" in case.engine.calls
+        return Oracle(**{**answer.to_dict(), "sampled_token_logprob": -0.5004 if after else -0.5})
+
+    case.engine.canary = canary  # type: ignore[method-assign]
+    await case.run()
+    assert case.file(protocol.READY)["sampled_token_logprob"] == -0.5
+    assert case.file(protocol.SERVING)["oracle"]["sampled_token_logprob"] == -0.5004

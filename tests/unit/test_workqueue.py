@@ -26,7 +26,7 @@ def queue(clock: Clock | None = None, **backoff: float) -> WorkQueue[str]:
 
 async def available(work: WorkQueue[str]) -> list[str]:
     """The keys that can be taken now, taken."""
-    keys = []
+    keys: list[str] = []
     while True:
         task = asyncio.ensure_future(work.take())
         for _ in range(3):

@@ -38,6 +38,9 @@ DISK_MARGIN: Final = 256 << 20
 SKIP_NAMES: Final = frozenset({"__pycache__"})
 """Of changed files of the root file system: Python makes them again, and nobody maps them."""
 
+LOGGED: Final = 16 << 10
+"""Bytes of CRIU's log that the agent's log takes after a failure."""
+
 CAP_SYS_RESOURCE: Final = 24
 
 
@@ -148,6 +151,7 @@ def capture(
     except AgentError:
         raise
     except CriuError as e:
+        log.warning("capture of %s: %s\n%s", request.content, e, e.log[-LOGGED:])
         if not container.alive():
             raise CaptureError(Reason.SOURCE_GONE, f"the container ended during the capture: {e}") from e
         raise CaptureError(Reason.CAPTURE_TIMEOUT if e.timed_out else Reason.DUMP_FAILED, str(e)) from e
@@ -200,13 +204,13 @@ def preflight(container: Container, request: CaptureRequest, stack: contextlib.E
         except OSError as e:
             raise CaptureError(Reason.DUMP_FAILED, f"{item.path} of the container cannot be opened: {e.strerror}") from e
         stack.callback(os.close, fd)
-        sources.append(_source(item, fd, frozenset(), frozenset()))
+        sources.append(_source(item, fd, staging.mounted_below(item.path, mounts), frozenset()))
     upper = open_upper(container, mounts)
     if upper is not None:
         stack.callback(os.close, upper)
         # Files below a mount point cannot be put back there, and the staged directories travel on their own.
-        inside = {m.point for m in mounts if m.point != "/"} | {s.path for s in request.staged}
-        sources.append(_source(staging.UPPER, upper, frozenset(p.lstrip("/") for p in inside), SKIP_NAMES))
+        skip = staging.mounted_below("/", mounts) | {s.path.lstrip("/") for s in request.staged}
+        sources.append(_source(staging.UPPER, upper, skip, SKIP_NAMES))
     return Tree(
         root=root,
         processes=processes,

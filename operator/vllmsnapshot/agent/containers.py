@@ -84,7 +84,8 @@ def read_process(proc: Path, pid: int) -> Process:
             uid=int(fields["Uid"].split()[0]),
             gid=int(fields["Gid"].split()[0]),
             state=rest[0],
-            comm=head.partition("(")[2],
+            # The workload chooses it, and it ends in messages.
+            comm="".join(x if x.isprintable() else "?" for x in head.partition("(")[2]),
             start_time=int(rest[19]),
             rss_bytes=kib("RssAnon") + kib("RssShmem") + kib("VmSwap"),
             traced=fields.get("TracerPid", "0") != "0",
@@ -319,7 +320,7 @@ def send(process: Process, number: signal.Signals, *, proc: Path = Path("/proc")
     return True
 
 
-def _is_criu(proc: Path, process: Process) -> bool:
+def is_criu(proc: Path, process: Process) -> bool:
     """Whether it runs the agent's CRIU (see `nsrun`), or was forked by it and is not yet made into what it will be."""
     try:
         return os.readlink(f"{proc}/{process.pid}/exe").startswith("/memfd:criu")
@@ -338,7 +339,7 @@ def kill_all(container: Container, spare: Iterable[Process] = (), *, timeout_s: 
     while True:
         processes = container.processes()
         # A CRIU whose agent was killed has its parent outside, as a shell has, and half-made processes below it.
-        roots = [container.pid, *(p.pid for p in processes if _is_criu(container.proc, p))]
+        roots = [container.pid, *(p.pid for p in processes if is_criu(container.proc, p))]
         doomed = {p.pid for root in roots for p in descendants(processes, root)} | set(roots)
         left = [p for p in processes if p.pid in doomed and (p.pid, p.start_time) not in kept]
         # Again in every round: a process may have forked before it died, and CRIU's helpers stop and trace each other.

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 from . import nsrun
 from .containers import Container, parse_mountinfo, wait_dead
-from .staging import Staged
+from .staging import Staged, mounted_below
 
 DEFAULT_PREFIX: Final = Path("/opt/criu")
 MINIMUM: Final = (4, 2, 1)
@@ -91,7 +91,7 @@ class Log:
         if len(self._tail) > 2 * self._tail_size:
             del self._tail[: -self._tail_size]
         *lines, last = (self._line + data).split(b"\n")
-        self._line = last[-4096:]
+        self._line = last[:4096]
         self._notable.extend(line[:500].decode(errors="replace").strip() for line in lines if self._matters(line))
 
     @staticmethod
@@ -226,7 +226,7 @@ class Criu:
             "--ghost-limit",
             str(1 << 40),
         ]
-        return self._enter(container, argv, images=(images, work), timeout_s=timeout_s)
+        return self._enter(container, argv, images=(images, work), timeout_s=timeout_s, gentle=True)
 
     def restore(
         self,
@@ -276,6 +276,7 @@ class Criu:
         stage: Sequence[tuple[Staged, int]] = (),
         inherit: Mapping[int, int] | None = None,
         join_cgroups: bool = False,
+        gentle: bool = False,
     ) -> Outcome:
         """Run the helper; wait for it, at most so long. Kills it and CRIU at the end of the time, and waits until both are dead."""
         log = Log()
@@ -289,8 +290,11 @@ class Criu:
             prefix = os.open(self.prefix, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
             stack.callback(os.close, prefix)
             cgroups = cgroup_files(container, self.cgroup_root) if join_cgroups else []
-            for fd in cgroups:
+            # An end of the agent's container kills all that is in its cgroup; see `nsrun` why a dump must not be killed.
+            leave = root_cgroup_files(container.proc, self.cgroup_root) if gentle else []
+            for fd in (*cgroups, *leave):
                 stack.callback(os.close, fd)
+            mounts = container.mounts() if stage else []
             task: dict[str, Any] = {
                 "parent": os.getpid(),
                 "status": status_write,
@@ -299,8 +303,10 @@ class Criu:
                 "images": images[0] if images else None,
                 "work": images[1] if images else None,
                 "cgroups": cgroups,
+                "leave": leave,
+                "gentle": gentle,
                 "last_pid": last_pid,
-                "stage": [{"fd": fd, "path": s.path, "root": s.path == "/"} for s, fd in stage],
+                "stage": [{"fd": fd, "path": s.path, "skip": sorted(mounted_below(s.path, mounts))} for s, fd in stage],
                 "inherit": {str(k): v for k, v in (inherit or {}).items()},
                 "argv": argv,
                 "timeout_s": timeout_s,
@@ -313,6 +319,7 @@ class Criu:
                 container.pidfd,
                 prefix,
                 *cgroups,
+                *leave,
                 *(fd for _, fd in stage),
                 *(inherit or {}).values(),
             ]
@@ -333,14 +340,16 @@ class Criu:
             try:
                 finished = _attend(helper, log_read, status_read, log, progress, started + timeout_s)
             finally:
-                _end(helper, progress)
+                _end(helper, progress, gentle=gentle)
             _drain(log_read, log)
         phases = dict(progress.phases)
         if progress.criu_started is not None:
             phases["criu"] = (progress.criu_ended or time.monotonic()) - progress.criu_started
         what = f"criu {argv[0]}" if argv else "entering the container"
         if not finished:
-            raise CriuError(f"{what} took longer than {timeout_s:.0f} s: {log.errors()}", timed_out=True, log=log.text)
+            # The errors of a dump that was made to fail would only mislead.
+            errors = "" if gentle else f": {log.errors()}"
+            raise CriuError(f"{what} took longer than {timeout_s:.1f} s{errors}", timed_out=True, log=log.text)
         if progress.error:
             raise CriuError(f"{what}: {progress.error}", timed_out=False, log=log.text)
         if progress.status != 0:
@@ -429,8 +438,12 @@ def _drain(fd: int, log: Log) -> None:
         log.feed(data)
 
 
-def _end(helper: subprocess.Popen[bytes], progress: _Progress) -> None:
-    """Kill CRIU and its helper if they still run, and wait until both are dead."""
+def _end(helper: subprocess.Popen[bytes], progress: _Progress, *, gentle: bool) -> None:
+    """Kill CRIU and its helper if they still run, and wait until both are dead. `gentle`: let CRIU clean up first."""
+    if helper.poll() is None and gentle:
+        helper.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            helper.wait(nsrun.ABORT_GRACE_S + 5.0)
     if helper.poll() is None and progress.criu_pidfd is not None:
         # CRIU alone first: its helper then reaps it and ends. An orphan would keep its PID until somebody else does.
         with contextlib.suppress(ProcessLookupError):
@@ -482,6 +495,16 @@ def cgroup_files(container: Container, cgroup_root: Path) -> list[int]:
         for fd in files:
             os.close(fd)
         raise
+    return files
+
+
+def root_cgroup_files(proc: Path, cgroup_root: Path) -> list[int]:
+    """Descriptors of the `cgroup.procs` of the root of every hierarchy, as far as they can be opened."""
+    files = []
+    for mount in parse_mountinfo((proc / "self/mountinfo").read_text()):
+        if mount.kind in ("cgroup", "cgroup2") and Path(mount.point).is_relative_to(cgroup_root):
+            with contextlib.suppress(OSError):
+                files.append(os.open(Path(mount.point) / "cgroup.procs", os.O_WRONLY | os.O_CLOEXEC))
     return files
 
 

@@ -195,15 +195,16 @@ def file_facts(
     facts = []
     with namespaces.opened(container.open_root()) as root:
         for path in sorted(paths):
-            if any(path == s or path.startswith(f"{s}/") for s in staged) or path.lstrip("/") in upper:
+            on = mount_of(path, mounts)
+            # A volume mounted below a staged directory does not travel.
+            if any(path.startswith(f"{s}/") and len(on) <= len(s) for s in staged) or path.lstrip("/") in upper:
                 continue
             try:
                 info = namespaces.stat_in_root(root, path)
             except OSError:
                 continue
             if stat.S_ISREG(info.st_mode):
-                image = mount_of(path, mounts) == "/"
-                facts.append(FileFact(path=path, size=info.st_size, mtime_ns=info.st_mtime_ns, image=image))
+                facts.append(FileFact(path=path, size=info.st_size, mtime_ns=info.st_mtime_ns, image=on == "/"))
     return facts
 
 

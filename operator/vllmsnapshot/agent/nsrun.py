@@ -14,6 +14,7 @@ Reports on the status descriptor, one JSON object a line: `{"phase": ..., "secon
 
 from __future__ import annotations
 
+import contextlib
 import encodings.ascii
 import encodings.idna
 import encodings.latin_1
@@ -32,6 +33,9 @@ from . import namespaces, staging
 PREFIX_FD: Final = 3
 IMAGES_FD: Final = 4
 WORK_FD: Final = 5
+ABORT_GRACE_S: Final = 10
+"""Seconds that CRIU has to let a tree go after its dump was given up."""
+
 LIBRARIES: Final = "usr/lib/x86_64-linux-gnu"
 LOADER: Final = "usr/lib64/ld-linux-x86-64.so.2"
 PROGRAM: Final = "usr/sbin/criu"
@@ -45,7 +49,9 @@ ENVIRONMENT: Final = {
 
 
 def _report(fd: int, **values: Any) -> None:
-    os.write(fd, json.dumps(values).encode() + b"\n")
+    # The agent may be dead, and there is still a dump to end.
+    with contextlib.suppress(BrokenPipeError):
+        os.write(fd, json.dumps(values).encode() + b"\n")
 
 
 def _loader(prefix: int) -> int:
@@ -96,7 +102,7 @@ def _raise_pids(last_pid: int) -> None:
 def _stage(tasks: list[dict[str, Any]], deadline: float) -> None:
     """Copy the staged directories to their places. Runs inside the mount namespace, so that no path leads out of it."""
     for task in tasks:
-        copy = staging.Copy(deadline=deadline, one_file_system=bool(task["root"]))
+        copy = staging.Copy(deadline=deadline, skip=frozenset(task["skip"]))
         root = os.open("/", os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         target = namespaces.open_in_root(root, task["path"], os.O_RDONLY | os.O_DIRECTORY)
         try:
@@ -107,10 +113,38 @@ def _stage(tasks: list[dict[str, Any]], deadline: float) -> None:
             os.close(task["fd"])
 
 
+class _Abort:
+    """Ends a dump without harm to the tree, on SIGTERM: the time is up, or the agent has died.
+
+    A CRIU that is killed may leave a process in the middle of code that it injected, and that process dies. One that fails lets
+    every process go as it was. So it is made to fail: from now on it can write no file.
+    """
+
+    def __init__(self) -> None:
+        self.pid: int | None = None
+        signal.signal(signal.SIGTERM, self._fail)
+        signal.signal(signal.SIGALRM, self._kill)
+
+    def _fail(self, *_: object) -> None:
+        if self.pid is None:
+            os._exit(1)
+        with contextlib.suppress(ProcessLookupError):
+            resource.prlimit(self.pid, resource.RLIMIT_FSIZE, (0, 0))
+        signal.alarm(ABORT_GRACE_S)
+
+    def _kill(self, *_: object) -> None:
+        if self.pid is not None:
+            os.kill(self.pid, signal.SIGKILL)
+
+
 def _criu(task: dict[str, Any], loader: int) -> None:
     """Become CRIU. Descriptors: 0 to 2, the three of this module, and those to inherit under the numbers of the command line."""
     namespaces.die_with_parent(signal.SIGKILL)
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    # A write beyond the limit of `_Abort` is to fail, not to kill. (SIGPIPE is ignored already: Python does that.)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     moves = {
         PREFIX_FD: task["prefix"],
         IMAGES_FD: task["images"],
@@ -145,11 +179,17 @@ def _dup_above(fd: int, least: int) -> int:
 def run(task: dict[str, Any]) -> int:
     """Do the task; returns CRIU's exit status (0 where there was nothing to run)."""
     status: int = task["status"]
-    namespaces.die_with_parent(signal.SIGKILL)
+    abort = _Abort() if task["gentle"] else None
+    namespaces.die_with_parent(signal.SIGTERM if abort else signal.SIGKILL)
     if os.getppid() != task["parent"]:
         return 1  # the agent died before the line above
     os.umask(0o077)
     _join_cgroups(task["cgroups"])
+    for fd in task["leave"]:
+        # Some may refuse: best effort.
+        with contextlib.suppress(OSError):
+            os.write(fd, b"0")
+        os.close(fd)
     loader = _loader(task["prefix"]) if task["argv"] else -1
     namespaces.setns(task["pidfd"], namespaces.CLONE_NEWPID)
     if task["last_pid"]:
@@ -161,6 +201,7 @@ def run(task: dict[str, Any]) -> int:
     started = time.monotonic()
     _stage(task["stage"], started + task["timeout_s"])
     _report(status, phase="stage", seconds=time.monotonic() - started)
+    signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
     pid = os.fork()
     if pid == 0:
         try:
@@ -169,6 +210,9 @@ def run(task: dict[str, Any]) -> int:
             os.write(2, f"Error: criu was not started: {e}\n".encode())
         finally:
             os._exit(127)
+    if abort:
+        abort.pid = pid
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, [signal.SIGTERM])
     _report(status, criu=pid)
     return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 

@@ -25,6 +25,9 @@ log = logging.getLogger(__name__)
 MEMORY_MARGIN: Final = 64 << 20
 """Bytes of the memory limit beside the image: PID 1, page tables, CRIU itself."""
 
+LOGGED: Final = 16 << 10
+"""Bytes of CRIU's log that the agent's log takes after a failure."""
+
 CLEAR_TIMEOUT_S: Final = 15.0
 
 
@@ -217,6 +220,7 @@ def _roll_back(container: Container, manifest: Manifest, accelerator: Accelerato
 
 def _explained(error: BaseException, container: Container) -> BaseException:
     if isinstance(error, CriuError):
+        log.warning("restore: %s\n%s", error, error.log[-LOGGED:])
         return RestoreError(Reason.RESTORE_TIMEOUT if error.timed_out else Reason.RESTORE_FAILED, str(error))
     if isinstance(error, AgentError) or not isinstance(error, Exception):
         return error

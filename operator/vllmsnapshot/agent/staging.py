@@ -12,12 +12,12 @@ import os
 import re
 import stat
 import time
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Final
 
 from . import namespaces
-from .containers import Container
+from .containers import Container, Mount
 
 MAX_DEPTH: Final = 100
 """Directories deeper than this are an attack or a mistake; each level costs a descriptor."""
@@ -50,6 +50,15 @@ UPPER: Final = Staged(name="upper", path="/")
 """Changed files of the root file system (overlay)."""
 
 
+def mounted_below(path: str, mounts: Iterable[Mount]) -> frozenset[str]:
+    """What is mounted below a directory, relative to it. Neither copied out nor written to: /etc/hosts, a model cache in /tmp.
+
+    The device numbers of an overlay do not tell: files of another layer have another one.
+    """
+    prefix = f"{path.rstrip('/')}/"
+    return frozenset(m.point[len(prefix) :] for m in mounts if m.point.startswith(prefix) and m.point != prefix)
+
+
 @dataclass(kw_only=True)
 class Copy:
     """One copy of a tree: its limits, what it met, and the hard links it must keep.
@@ -61,13 +70,11 @@ class Copy:
     deadline: float | None = None
     skip: Collection[str] = ()
     skip_names: Collection[str] = ()
-    one_file_system: bool = False
     bytes: int = 0
     entries: int = 0
     criu_files: dict[str, tuple[int, int]] = field(default_factory=dict)
     """CRIU's files met in the source, by relative path: device and inode."""
     _linked: dict[tuple[int, int], str] = field(default_factory=dict)
-    _root_device: int = 0
 
     def tree(self, source: int, target: int) -> None:
         """Copy what is in directory `source` into directory `target` (both descriptors).
@@ -75,7 +82,6 @@ class Copy:
         Existing files of the target are replaced, existing directories kept. Owner, mode and modification time are kept, and so
         are holes and hard links. Raises StagingError, or OSError where source or target fail.
         """
-        self._root_device = os.fstat(target).st_dev
         self._linked.clear()
         self._directory(source, target, target, "", 0)
 
@@ -125,8 +131,6 @@ class Copy:
                     os.mkdir(name, 0o700, dir_fd=target)
             outer = os.open(name, _DIR, dir_fd=target)
             try:
-                if self.one_file_system and os.fstat(outer).st_dev != self._root_device:
-                    return
                 self._directory(inner, outer, top, f"{where}/", depth + 1)
                 _attributes(outer, info)
             finally:
@@ -151,8 +155,6 @@ class Copy:
             key = (info.st_dev, info.st_ino)
             if CRIU_FILE.fullmatch(name):
                 self.criu_files[where] = key
-            if self.one_file_system and _device(name, target) not in (None, self._root_device):
-                return  # a file bind-mounted over this one, as /etc/hosts is
             _remove(name, target)
             first = self._linked.get(key)
             if first is not None:
@@ -193,13 +195,6 @@ class Copy:
                 if self.deadline is not None and time.monotonic() > self.deadline:
                     raise StagingError("the time is up")
             at = end
-
-
-def _device(name: str, target: int) -> int | None:
-    try:
-        return os.stat(name, dir_fd=target, follow_symlinks=False).st_dev
-    except FileNotFoundError:
-        return None
 
 
 def _remove(name: str, target: int) -> None:

@@ -24,6 +24,7 @@ import re
 import secrets
 import shutil
 import stat
+import threading
 import time
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass, field, fields
@@ -261,7 +262,8 @@ class Draft:
     def digest(self) -> tuple[dict[str, StoredFile], int]:
         """Every file's size and digest, and the bytes on disk in all."""
         names = sorted(_walk(self.path))
-        with _pool() as pool:
+        # The captured server reloads at this moment and wants every core.
+        with _pool(background=True) as pool:
             digests = digest_files(self.path, names, pool)
             files = {n: StoredFile(size=(self.path / n).lstat().st_size, digest=digests[n]) for n in names}
         return files, sum((self.path / n).lstat().st_blocks * 512 for n in names)
@@ -417,8 +419,16 @@ def _digest_piece(path: Path, at: int) -> bytes:
     return digest.digest()
 
 
-def _pool() -> concurrent.futures.ThreadPoolExecutor:
-    return concurrent.futures.ThreadPoolExecutor(max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="store")
+def _pool(*, background: bool = False) -> concurrent.futures.ThreadPoolExecutor:
+    return concurrent.futures.ThreadPoolExecutor(
+        max_workers=min(8, os.cpu_count() or 1), thread_name_prefix="store", initializer=_yield_to_others if background else None
+    )
+
+
+def _yield_to_others() -> None:
+    """Lowest priority, for this thread only: Linux keeps one per thread."""
+    with contextlib.suppress(OSError):
+        os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
 
 
 def _walk(base: Path) -> Iterator[str]:

@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,8 +70,12 @@ class Operator:
         self.health.ready = {"started": self._check_started}
         self.health.metrics = self._metrics
 
-    async def run(self, stop: asyncio.Event) -> None:
-        """Run until `stop` is set. Raises whatever ended a part that must not end."""
+    async def run(self, stop: asyncio.Event, claim_signals: Callable[[], None] = lambda: None) -> None:
+        """Run until `stop` is set. Raises whatever ended a part that must not end.
+
+        `claim_signals` installs the caller's signal handlers; it is called here, and again after kopf has installed its own.
+        """
+        claim_signals()
         await self.health.start(self.options.health_port)
         try:
             if not await self._wait_for_api(stop):
@@ -81,7 +85,7 @@ class Operator:
                 background.append(group.create_task(self._resync()))
                 self._watching = True
                 try:
-                    await self._watch(stop)
+                    await self._watch(stop, claim_signals)
                 finally:
                     self._ended = True
                     for task in background:
@@ -121,12 +125,18 @@ class Operator:
 
     # --- event source ------------------------------------------------------------------------------------------------
 
-    async def _watch(self, stop: asyncio.Event) -> None:
+    async def _watch(self, stop: asyncio.Event, claim_signals: Callable[[], None]) -> None:
         """kopf, until `stop` is set. Its end for any other reason is an error."""
         flag = asyncio.Event()
+        registry = self._registry()
+
+        @kopf.on.startup(registry=registry)
+        async def take_signals_back(**_: Any) -> None:
+            claim_signals()
+
         async with _forward(stop, flag):
             await kopf.operator(
-                registry=self._registry(),
+                registry=registry,
                 settings=_settings(),
                 standalone=True,
                 clusterwide=not self.options.namespaces,
@@ -302,15 +312,17 @@ def _configure_logging(options: Options) -> None:
 async def serve(options: Options) -> None:
     """Run until SIGTERM or SIGINT."""
     stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
+
+    def claim_signals() -> None:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+
     if options.kubeconfig:
         os.environ["KUBECONFIG"] = options.kubeconfig
     # kopf names itself by the user's login name otherwise, and the image's user has none.
     os.environ.setdefault("POD_ID", socket.gethostname())
     async with await Kube.connect(options.kubeconfig) as kube:
-        await Operator(kube, options).run(stop)
+        await Operator(kube, options).run(stop, claim_signals)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,7 +13,7 @@ from typing import Any
 
 from ..api import constants as c
 from ..api.types import Toggle, VLLMSnapshotSpec
-from ..kube import CONTENTS, PODS, SERVICES, SNAPSHOTS, ApiError, Kube
+from ..kube import CONTENTS, PODS, SERVICES, SNAPSHOTS, ApiError, Kube, Object
 from . import plan as p
 from . import pods, ports
 from .status import Problem
@@ -158,7 +158,7 @@ class Executor:
         log.info("content %s: node %s does not exist any more", content.name, content.node)
         if not content.deleting and not await self._kube.delete(CONTENTS, content.name, uid=content.uid):
             return
-        operations = [
+        operations: list[Object] = [
             {"op": "test", "path": "/metadata/uid", "value": content.uid},
             {"op": "replace", "path": "/metadata/finalizers", "value": []},
         ]

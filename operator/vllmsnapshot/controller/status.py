@@ -168,6 +168,8 @@ def _tell(spec: VLLMSnapshotSpec, replica: Replica, identity: str, observed: Obs
         return f"{name} does not start: {replica.waiting}"
     if replica.verified == "False" and replica.verified_reason in (R.CANARY_MISMATCH, R.ENGINE_FAILED):
         return f"{name} is not verified: {replica.verified_reason}: {replica.verified_message}"
+    if replica.report.state == "Serving":
+        return f"{name} serves on node {replica.node} and waits for its readiness probe"
     if replica.restored:
         return f"{name} is restored from {report.content or 'an artifact'} on node {replica.node} ({report.state})"
     if replica.start_mode == c.START_COLD:
@@ -255,7 +257,7 @@ def _degraded(
                 assert last is not None
                 found.append(Problem(R.CAPTURE_FAILED, f"node {node}: {last.reason}: {last.message}; replicas start cold there"))
     if not found:
-        return Verdict(False, R.AS_EXPECTED, "")
+        return Verdict(False, R.AS_EXPECTED, "no trouble")
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
     return Verdict(True, found[0].reason, _short(found[0].message)[: MESSAGE_LIMIT - 20] + more)
 
@@ -268,7 +270,7 @@ def _stale(identity: str, best: Content | None, observed: Observed) -> Verdict:
         if item.identity == identity and item.captured and not item.deleting and (why := observed.stale(item)) is not None
     ]
     if not reasons:
-        return Verdict(False, R.AS_EXPECTED, "")
+        return Verdict(False, R.AS_EXPECTED, "every artifact fits its node")
     return Verdict(True, R.ENVIRONMENT_CHANGED, "; ".join(reasons[:3]))
 
 
@@ -299,9 +301,10 @@ def _cold_start_reason(cold: list[Replica]) -> str | None:
     return _short(": ".join(filter(None, (last.report.reason, last.report.message))))
 
 
-def _phase(phases: Mapping[str, float] | None, *names: str) -> str | None:
-    """The first of these phases that is reported, as a duration."""
-    return next((duration(value) for name in names if (value := (phases or {}).get(name)) is not None), None)
+def _phase(phases: Mapping[str, float] | None, name: str) -> str | None:
+    """A phase as a duration, if it is reported."""
+    value = (phases or {}).get(name)
+    return None if value is None else duration(value)
 
 
 def _timings(claim: Claim, observed: Observed) -> Timings | None:
@@ -314,11 +317,11 @@ def _timings(claim: Claim, observed: Observed) -> Timings | None:
     phases = (artifact.status.phases if artifact else None) or {}
     values = {
         "cold_start": _served_after(cold) or before.cold_start,
-        "capture": phases.get("capture") or phases.get("total") or before.capture,
-        "freeze": phases.get("freeze") or phases.get("frozen") or before.freeze,
+        "capture": phases.get("total") or before.capture,
+        "freeze": phases.get("freeze") or before.freeze,
         "restored_start": _served_after(restored) or before.restored_start,
-        "restore": _phase(restored.report.phases if restored else None, "restore") or before.restore,
-        "release": _phase(restored.report.phases if restored else None, "release", "release_to_serving_s") or before.release,
+        "restore": _phase(restored.report.phases if restored else None, "restore_s") or before.restore,
+        "release": _phase(restored.report.phases if restored else None, "release_to_serving_s") or before.release,
     }
     timings = Timings(**values, speedup=_speedup(values["cold_start"], values["restored_start"]))
     return timings if timings != Timings() else None
@@ -330,6 +333,9 @@ def _last_served(replicas: Iterable[Replica]) -> Replica | None:
 
 
 def _served_after(replica: Replica | None) -> str | None:
+    """From pod creation to serving. The agent's own figure is the finer one: timestamps of the API are whole seconds."""
+    if replica and (told := _phase(replica.report.phases, "total_s")):
+        return told
     served = timestamp(replica.report.serving_at) if replica else 0.0
     return duration(served - replica.created) if replica and served >= replica.created > 0 else None
 

@@ -119,10 +119,6 @@ class WorkQueue(Generic[K]):
             failures = self._failures[key] = self._failures.get(key, 0) + 1
             self._schedule(key, now + self._backoff.delay(failures, self._random()))
 
-    def forget(self, key: K) -> None:
-        """Drop the failure history of a key that is gone."""
-        self._failures.pop(key, None)
-
     async def work(self, handle: Callable[[K], Awaitable[float | None]]) -> None:
         """One worker, for ever: `handle(key)` returns the seconds until it wants the key back, or None; see `Wait`."""
         while True:

@@ -90,7 +90,7 @@ class SmallEngine:
         self.released = False
         self.requests = 0
         self.lock = threading.Lock()
-        self.jobs: queue.Queue[tuple[bytes, queue.Queue[int]]] = queue.Queue()
+        self.jobs: queue.Queue[tuple[bytes, queue.Queue[int | None]]] = queue.Queue()
 
     # --- the Engine protocol ---
 
@@ -187,9 +187,11 @@ class SmallEngine:
 
     def answer(self, prompt: str, tokens: int, salt: bytes = b"") -> Oracle:
         """The greedy answer; it depends on every byte of both processes."""
-        done: queue.Queue[int] = queue.Queue()
+        done: queue.Queue[int | None] = queue.Queue()
         self.jobs.put((salt + prompt.encode(), done))
         number = done.get(timeout=30)
+        if number is None:
+            raise RuntimeError("the helper has ended")
         self.requests += 1
         ids = [(number >> (3 * i)) % len(WORDS) for i in range(tokens)]
         return Oracle(
@@ -201,10 +203,12 @@ class SmallEngine:
         while True:
             request, done = self.jobs.get()
             total = zlib.crc32(self.weights[:], zlib.crc32(self.kept, zlib.crc32(request)))
-            with self.lock:
+            reply = b""
+            with self.lock, contextlib.suppress(OSError):
                 self.link.sendall(b"%d" % total)
                 reply = self.link.recv(64)
-            done.put(int(reply) if reply else 0)
+            # The helper ends first when the whole session is told to: no answer then, rather than a wrong one.
+            done.put(int(reply) if reply else None)
 
     def tick(self) -> None:
         """Proof in the log that the process runs, and that the log goes on after a restore."""
@@ -261,7 +265,11 @@ def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
             except (ValueError, KeyError, TypeError) as e:
                 self.reply_json({"error": str(e)}, 400)
                 return
-            oracle = engine.answer(prompt, tokens)
+            try:
+                oracle = engine.answer(prompt, tokens)
+            except (RuntimeError, queue.Empty) as e:
+                self.reply_json({"error": str(e)}, 503)
+                return
             first = WORDS[oracle.token_ids[0]]
             choice = {
                 "index": 0,

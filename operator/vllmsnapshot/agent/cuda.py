@@ -1,0 +1,798 @@
+"""The CUDA accelerator: moves the state of the GPU into the memory of its processes before a dump, and back.
+
+The driver does the work (`cuCheckpointProcess*`), on behalf of a process that it is told the PID of. It is called from a helper
+process that stays: initialising the driver costs seconds, once instead of once per call. A helper that hangs or dies is replaced;
+the agent itself never loads the driver, so no driver can hang or crash it. One operation has a helper for itself: a second one is
+started only while two operations overlap.
+
+    RUNNING --lock--> LOCKED --checkpoint--> CHECKPOINTED --restore--> LOCKED --unlock--> RUNNING
+
+What has been done is never remembered: every step, forward or back, asks the driver for the state first or afterwards, since a
+helper that was killed tells nobody how far it got.
+
+Called through ctypes. `cuda-bindings` would bring generated signatures for these few functions, and with them a package of 10 MB
+whose version must suit the node's driver; libcuda keeps this ABI since CUDA 12.8, argument blocks of 64 bytes, zero by default.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import json
+import logging
+import os
+import re
+import select
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final
+
+from ..api.constants import Reason
+from .errors import AgentError, CaptureError, RestoreError
+
+if TYPE_CHECKING:
+    from .accelerator import Accelerator
+    from .containers import Container, Process
+
+log = logging.getLogger(__name__)
+
+LIBCUDA: Final = "VLLMSNAPSHOT_LIBCUDA"
+LIBNVML: Final = "VLLMSNAPSHOT_LIBNVML"
+"""Environment: other paths of the two libraries of the driver."""
+
+DRIVER_MINIMUM: Final = 580
+"""The calls exist since 570 (CUDA 12.8); with 570 PyTorch gets "operation not supported" (cuda-checkpoint#34), and GPU pairs,
+needed where a replica gets another GPU of the same kind, came with 580 (CUDA 13.0)."""
+
+API_MINIMUM: Final = 13000
+
+MEMORY_MARGIN: Final = 128 << 20
+"""Bytes of GPU memory to be free beside what the captured processes used."""
+
+RUNNING, LOCKED, CHECKPOINTED, FAILED = 0, 1, 2, 3
+STATES: Final = ("RUNNING", "LOCKED", "CHECKPOINTED", "FAILED", "CHECKPOINTING", "RESTORING")
+"""CUprocessState; the last two occur with custom storage only, which is not used here."""
+
+OUT_OF_MEMORY: Final = 2
+NOT_INITIALIZED: Final = 3
+"""CUresult: what GetState says of a process that does not use CUDA."""
+
+DRIVER_VERSION: Final = "gpuDriver"
+CUDA_API: Final = "gpuCudaApi"
+PRODUCT: Final = "gpuProduct"
+COMPUTE_CAPABILITY: Final = "gpuComputeCapability"
+MEMORY: Final = "gpuMemoryBytes"
+MIG: Final = "gpuMig"
+"""Facts of the node, compared for equality."""
+
+UUID: Final = "gpuUuid"
+MEMORY_USED: Final = "gpuMemoryUsedBytes"
+"""Facts of the captured processes, recorded; see `identity.NOT_COMPARED`."""
+
+_DEVICE: Final = re.compile(r"/dev/nvidia(\d+)")
+
+
+@dataclass(frozen=True, kw_only=True)
+class Limits:
+    """Seconds within which the driver must answer; then its helper is killed."""
+
+    start: float = 60.0
+    query: float = 15.0
+    lock: float = 20.0
+    """Told to the driver too, which then leaves the process running."""
+    lock_grace: float = 5.0
+    move: float = 300.0
+    """Checkpoint and restore: up to all of the GPU's memory is copied."""
+    unlock: float = 20.0
+    end: float = 5.0
+
+
+class DriverError(Exception):
+    """A call of the driver failed (`code`), or its helper hung or died (`code` is None)."""
+
+    def __init__(self, message: str, code: int | None = None) -> None:
+        super().__init__(message)
+        self.code = code
+
+
+class Unusable(DriverError):
+    """No helper can be started: there is no driver, or it does not initialise."""
+
+
+# --- the agent's side of the helper ----------------------------------------------------------------------------------
+
+
+class _Helper:
+    """One helper process. After any DriverError without a code it must be ended."""
+
+    def __init__(self, env: Mapping[str, str]) -> None:
+        ours, theirs = socket.socketpair()
+        import vllmsnapshot_child
+
+        package = str(Path(__file__).parents[2])
+        other = str(Path(vllmsnapshot_child.__file__).parents[1])
+        with theirs:
+            self._process = subprocess.Popen(
+                # -S: no site-packages, hence no third-party code.
+                [sys.executable, "-S", "-m", "vllmsnapshot.agent.cuda", str(theirs.fileno())],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                pass_fds=[theirs.fileno()],
+                start_new_session=True,
+                env={
+                    **env,
+                    "PYTHONPATH": os.pathsep.join(dict.fromkeys([package, other])),
+                    "PYTHONDONTWRITEBYTECODE": "1",
+                },
+            )
+        self._socket = ours
+
+    def call(self, op: str, limit_s: float, **args: Any) -> Any:
+        """One call of the driver. Raises DriverError."""
+        deadline = time.monotonic() + limit_s
+        what = f"{op} of process {args['pid']}" if "pid" in args else op
+        try:
+            self._socket.sendall(json.dumps({"op": op, **args}).encode() + b"\n")
+            answer = self._receive(deadline)
+        except OSError as e:
+            answer, error = b"", f": {e.strerror}"
+        else:
+            error = ""
+        if answer is None:
+            raise DriverError(f"{what} took longer than {limit_s:g} s")
+        if not answer:
+            raise DriverError(f"{what}: the helper of the driver died{error}")
+        message = json.loads(answer)
+        if "error" in message:
+            raise DriverError(f"{what}: {message['error']}", message.get("code"))
+        return message["result"]
+
+    def _receive(self, deadline: float) -> bytes | None:
+        """A line; empty if the helper has died, None if the time has ended."""
+        data = b""
+        poll = select.poll()
+        poll.register(self._socket, select.POLLIN)
+        while not data.endswith(b"\n"):
+            left = deadline - time.monotonic()
+            if left <= 0 or not poll.poll(left * 1000):
+                return None
+            piece = self._socket.recv(1 << 16)
+            if not piece:
+                return b""
+            data += piece
+        return data
+
+    def end(self, limit_s: float) -> bool:
+        """Kill it; False if it does not die in time, as a process does that is stuck inside the driver."""
+        self._socket.close()
+        with contextlib.suppress(ProcessLookupError):
+            self._process.send_signal(signal.SIGKILL)
+        try:
+            self._process.wait(limit_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
+
+    def gone(self) -> bool:
+        """Whether it has died by itself; reaps it."""
+        return self._process.poll() is not None
+
+
+class _Session:
+    """The driver for one operation: a helper, and another one after that has hung or died."""
+
+    def __init__(self, owner: Cuda) -> None:
+        self._owner = owner
+        self._helper: _Helper | None = None
+
+    def call(self, op: str, limit_s: float, **args: Any) -> Any:
+        """One call. Raises DriverError."""
+        if self._helper is None:
+            self._helper = self._owner._take()
+        try:
+            return self._helper.call(op, limit_s, **args)
+        except DriverError as e:
+            if e.code is None:
+                self._drop()
+            raise
+        except BaseException:
+            # An answer may still be on its way: the next call would take it for its own.
+            self._drop()
+            raise
+
+    def _drop(self) -> None:
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            self._owner._end(helper)
+
+    def close(self) -> None:
+        """Leave the helper to the next operation."""
+        helper, self._helper = self._helper, None
+        if helper is not None:
+            self._owner._give(helper)
+
+
+# --- the accelerator -------------------------------------------------------------------------------------------------
+
+
+class Cuda:
+    """GPUs of NVIDIA. One for the whole agent; its methods may be called from several threads."""
+
+    name = "cuda"
+
+    def __init__(self, *, limits: Limits | None = None, proc: Path = Path("/proc"), env: Mapping[str, str] | None = None) -> None:
+        """`env` is the helper's environment, by default the agent's. Starts nothing."""
+        self._limits = limits or Limits()
+        self._proc = proc
+        self._env = dict(os.environ if env is None else env)
+        self._mutex = threading.Lock()
+        self._idle: list[_Helper] = []
+        self._undead: list[_Helper] = []
+        self._lost: dict[tuple[int, int], str] = {}
+        self.started = 0
+        """Helpers started so far."""
+
+    # --- helpers -----------------------------------------------------------------------------------------------------
+
+    def _take(self) -> _Helper:
+        with self._mutex:
+            self._undead = [h for h in self._undead if not h.gone()]
+            while self._idle:
+                helper = self._idle.pop()
+                if not helper.gone():
+                    return helper
+                helper.end(0)
+            self.started += 1
+        helper = _Helper(self._env)
+        try:
+            helper.call("Init", self._limits.start)
+        except DriverError as e:
+            self._end(helper)
+            raise Unusable(f"the driver cannot be used: {e}") from e
+        except BaseException:
+            self._end(helper)
+            raise
+        return helper
+
+    def _give(self, helper: _Helper) -> None:
+        with self._mutex:
+            self._idle.append(helper)
+
+    def _end(self, helper: _Helper) -> None:
+        if not helper.end(self._limits.end):
+            log.error("a helper of the GPU driver does not die; it is left behind")
+            with self._mutex:
+                self._undead.append(helper)
+
+    def close(self) -> None:
+        """End the helpers that wait for work."""
+        with self._mutex:
+            idle, self._idle = self._idle, []
+        for helper in idle:
+            self._end(helper)
+
+    @contextlib.contextmanager
+    def _session(self) -> Iterator[_Session]:
+        session = _Session(self)
+        try:
+            yield session
+        finally:
+            session.close()
+
+    # --- facts -------------------------------------------------------------------------------------------------------
+
+    def devices(self) -> int:
+        """How many GPUs there are. Raises DriverError if the driver cannot be used."""
+        with self._session() as session:
+            return len(session.call("Facts", self._limits.query)["devices"])
+
+    def facts(self) -> Mapping[str, str]:
+        """Driver and GPUs of the node. Raises AgentError."""
+        try:
+            with self._session() as session:
+                facts = session.call("Facts", self._limits.query)
+        except DriverError as e:
+            raise AgentError(Reason.GPU_UNAVAILABLE, str(e)) from e
+        devices = facts["devices"]
+
+        def of_all(name: str) -> str:
+            # A node has GPUs of one kind; where it has several, an artifact is bound to the same mixture.
+            return ", ".join(sorted({str(d[name]) for d in devices})) or "none"
+
+        return {
+            DRIVER_VERSION: facts["driver"],
+            CUDA_API: str(facts["api"]),
+            PRODUCT: of_all("name"),
+            COMPUTE_CAPABILITY: of_all("capability"),
+            MEMORY: of_all("total"),
+            MIG: of_all("mig"),
+        }
+
+    def claims(self, device: str) -> bool:
+        """The GPUs, and the driver's control devices."""
+        return device.startswith("/dev/nvidia")
+
+    # --- capture -----------------------------------------------------------------------------------------------------
+
+    def record(self, processes: Sequence[Process]) -> Mapping[str, str]:
+        """The GPU of the processes and the memory they use there. Raises CaptureError where they cannot be captured."""
+        try:
+            with self._session() as session:
+                users = self._users(session, processes)
+                if not users:
+                    return {}
+                facts = session.call("Facts", self._limits.query, pids=[p.pid for p in users])
+        except DriverError as e:
+            raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED), str(e)) from e
+        device = self._supported(facts, {n for p in users for n in self._held(p)}, CaptureError)
+        used = device["used"]
+        return {UUID: device["uuid"], **({} if used is None else {MEMORY_USED: str(used)})}
+
+    def before_dump(self, processes: Sequence[Process]) -> None:
+        """Lock and checkpoint every CUDA process; after a failure they all run again. Raises CaptureError.
+
+        With reason GPU_STATE_LOST they do not: the replica must be ended.
+        """
+        with self._session() as session:
+            try:
+                users = self._users(session, processes)
+                if any(self._state(session, p) != RUNNING for p in users):
+                    # Left by a capture that was cut off.
+                    self._resume(session, users)
+            except DriverError as e:
+                raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED), f"before the checkpoint: {e}") from e
+            try:
+                for p in users:
+                    self._step(session, p, "Lock", LOCKED)
+                for p in users:
+                    self._step(session, p, "Checkpoint", CHECKPOINTED)
+                for p in users:
+                    self._expect(session, p, CHECKPOINTED)
+                self._let_go(users)
+            except DriverError as e:
+                log.warning("GPU: %s; the processes are resumed", e)
+                self._resume(session, users)
+                raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED), f"{e}; the engine runs on") from e
+
+    def after_dump(self, processes: Sequence[Process]) -> None:
+        """Let every CUDA process run again, whatever state it is in. Raises CaptureError(GPU_STATE_LOST) if one cannot."""
+        with self._session() as session:
+            try:
+                users = self._users(session, processes)
+            except DriverError:
+                try:
+                    users = self._users(session, processes)
+                except DriverError as e:
+                    raise CaptureError(Reason.GPU_STATE_LOST, f"the state of the engine on the GPU is not known: {e}") from e
+            self._resume(session, users)
+
+    def _resume(self, session: _Session, users: Sequence[Process]) -> None:
+        """Restore, then unlock, the last one first. Every call that fails is tried once more, but for want of memory.
+
+        Raises CaptureError(GPU_STATE_LOST).
+        """
+        for op, state in (("Restore", CHECKPOINTED), ("Unlock", LOCKED)):
+            for p in reversed(users):
+                try:
+                    self._undo(session, p, op, state)
+                except DriverError as e:
+                    self._lose(p, str(e))
+                    raise CaptureError(
+                        Reason.GPU_STATE_LOST, f"process {p.ns_pid} ({p.comm}) cannot be resumed on the GPU: {e}"
+                    ) from e
+        for p in reversed(users):
+            try:
+                if self._alive(p):
+                    self._expect(session, p, RUNNING)
+            except DriverError as e:
+                raise CaptureError(
+                    Reason.GPU_STATE_LOST, f"process {p.ns_pid} ({p.comm}) cannot be resumed on the GPU: {e}"
+                ) from e
+
+    def _undo(self, session: _Session, p: Process, op: str, state: int) -> None:
+        """Take one process out of `state`, if it is there."""
+        for attempt in (1, 2):
+            if not self._alive(p):
+                return
+            if (p.pid, p.start_time) in self._lost:
+                # A second restore after one that failed finds the driver confused (cuda-checkpoint#44).
+                raise DriverError(self._lost[p.pid, p.start_time])
+            try:
+                if self._state(session, p) == state:
+                    self._step(session, p, op, LOCKED if op == "Restore" else RUNNING)
+                return
+            except DriverError as e:
+                if attempt == 2 or e.code == OUT_OF_MEMORY:
+                    raise
+                log.warning("GPU: %s; tried again", e)
+
+    def _lose(self, p: Process, why: str) -> None:
+        with self._mutex:
+            self._lost = {k: v for k, v in self._lost.items() if (self._proc / str(k[0])).exists()}
+            self._lost[p.pid, p.start_time] = why
+
+    def _let_go(self, users: Sequence[Process]) -> None:
+        """Insist that no descriptor of the driver is left: CRIU cannot dump one, and does not say which library has it."""
+        for p in users:
+            for number, path in self._descriptors(p):
+                raise DriverError(
+                    f"process {p.ns_pid} ({p.comm}) still has descriptor {number}, {path}, after the checkpoint (NVML keeps such)"
+                )
+
+    # --- restore -----------------------------------------------------------------------------------------------------
+
+    def before_restore(self, container: Container, recorded: Mapping[str, str]) -> None:
+        """Insist that the container's GPU can take what is in the artifact. Raises RestoreError."""
+        if UUID not in recorded:
+            return
+        try:
+            with self._session() as session:
+                facts = session.call("Facts", self._limits.query, pids=[])
+        except DriverError as e:
+            raise RestoreError(_reason(e, Reason.GPU_UNAVAILABLE), str(e)) from e
+        device = self._supported(facts, _visible(container), RestoreError)
+        needed = int(recorded.get(MEMORY_USED, 0)) + MEMORY_MARGIN
+        if MEMORY_USED in recorded and device["free"] < needed:
+            raise RestoreError(
+                Reason.INSUFFICIENT_GPU_MEMORY,
+                f"GPU {device['uuid']} has {device['free']} bytes free; the captured processes need {needed}",
+            )
+
+    def after_restore(self, container: Container, recorded: Mapping[str, str], processes: Sequence[Process]) -> None:
+        """Restore and unlock every CUDA process of a new tree. Nothing is tried twice. Raises RestoreError."""
+        if UUID not in recorded:
+            return
+        try:
+            with self._session() as session:
+                users = self._users(session, processes)
+                if not users:
+                    raise DriverError("the driver knows none of the restored processes")
+                for p in users:
+                    self._expect(session, p, CHECKPOINTED)
+                pairs = self._pairs(session, container, recorded[UUID])
+                for p in users:
+                    self._step(session, p, "Restore", LOCKED, pairs=pairs)
+                for p in users:
+                    self._step(session, p, "Unlock", RUNNING)
+                for p in users:
+                    self._expect(session, p, RUNNING)
+        except DriverError as e:
+            reason = Reason.INSUFFICIENT_GPU_MEMORY if e.code == OUT_OF_MEMORY else _reason(e, Reason.GPU_RESTORE_FAILED)
+            raise RestoreError(reason, str(e)) from e
+
+    def _pairs(self, session: _Session, container: Container, old: str) -> list[list[str]]:
+        """Old and new UUID if the container has another GPU than the captured one. Complete, as there is one GPU."""
+        facts = session.call("Facts", self._limits.query, pids=[])
+        new = self._supported(facts, _visible(container), RestoreError)["uuid"]
+        return [] if new == old else [[old, new]]
+
+    def before_terminate(self, processes: Sequence[Process]) -> None:
+        """Lock and checkpoint: killed while its context lives, a restored process can take the host down (cuda-checkpoint#53).
+
+        Every process is tried, each once. Raises AgentError with what failed.
+        """
+        failed = []
+        with self._session() as session:
+            for p in processes:
+                try:
+                    state = self._state(session, p) if self._alive(p) else None
+                    if state == RUNNING:
+                        self._step(session, p, "Lock", LOCKED)
+                    if state in (RUNNING, LOCKED):
+                        self._step(session, p, "Checkpoint", CHECKPOINTED)
+                except DriverError as e:
+                    failed.append(str(e))
+                    if isinstance(e, Unusable):
+                        break
+        if failed:
+            raise AgentError(Reason.GPU_STATE_LOST, f"not checkpointed before its end: {'; '.join(failed)}")
+
+    # --- parts -------------------------------------------------------------------------------------------------------
+
+    def _users(self, session: _Session, processes: Sequence[Process]) -> list[Process]:
+        """Those that use CUDA, in a stable order, a child before its parent. Raises DriverError."""
+        parents = {p.pid: p.ppid for p in processes}
+
+        def depth(pid: int) -> int:
+            count = 0
+            while pid in parents and count <= len(parents):
+                pid, count = parents[pid], count + 1
+            return count
+
+        users = []
+        for p in sorted(processes, key=lambda p: (-depth(p.pid), p.ns_pid)):
+            if not self._alive(p):
+                continue
+            if self._state(session, p) is not None:
+                users.append(p)
+            elif self._held(p):
+                raise DriverError(f"process {p.ns_pid} ({p.comm}) has a GPU open, but the driver does not know it")
+        return users
+
+    def _state(self, session: _Session, p: Process) -> int | None:
+        """The process's state; None if it does not use CUDA."""
+        try:
+            return int(session.call("GetState", self._limits.query, pid=p.pid))
+        except DriverError as e:
+            if e.code == NOT_INITIALIZED:
+                return None
+            raise
+
+    def _expect(self, session: _Session, p: Process, wanted: int) -> None:
+        state = self._state(session, p)
+        if state != wanted:
+            raise DriverError(f"process {p.ns_pid} ({p.comm}) is {_name(state)} instead of {STATES[wanted]}")
+
+    def _step(self, session: _Session, p: Process, op: str, wanted: int, **args: Any) -> None:
+        """One call, and the state it must lead to."""
+        limits = self._limits
+        if op == "Lock":
+            session.call(op, limits.lock + limits.lock_grace, pid=p.pid, timeout_ms=max(1, round(limits.lock * 1000)))
+        else:
+            session.call(op, limits.unlock if op == "Unlock" else limits.move, pid=p.pid, **args)
+        state = self._state(session, p)
+        if state != wanted:
+            raise DriverError(f"{op}: process {p.ns_pid} ({p.comm}) is {_name(state)} instead of {STATES[wanted]}")
+
+    def _alive(self, p: Process) -> bool:
+        return (self._proc / str(p.pid)).exists()
+
+    def _descriptors(self, p: Process) -> list[tuple[str, str]]:
+        found = []
+        base = self._proc / str(p.pid) / "fd"
+        with contextlib.suppress(OSError):
+            for name in sorted(os.listdir(base)):
+                with contextlib.suppress(OSError):
+                    link = os.readlink(base / name)
+                    if self.claims(link):
+                        found.append((name, link))
+        return found
+
+    def _held(self, p: Process) -> set[int]:
+        """Minor numbers of the GPUs that the process has open; the toolkit keeps them in the names of the device files."""
+        return {int(m[1]) for _, path in self._descriptors(p) if (m := _DEVICE.fullmatch(path))}
+
+    def _supported(self, facts: Mapping[str, Any], minors: set[int], error: type[AgentError]) -> Mapping[str, Any]:
+        """The one GPU of these minor numbers. Raises `error` where it cannot be captured or restored, naming the setting."""
+        reason = Reason.GPU_NOT_SUPPORTED
+        major = int(re.match(r"\d*", facts["driver"])[0] or 0)  # type: ignore[index]
+        if major < DRIVER_MINIMUM or facts["api"] < API_MINIMUM:
+            raise error(
+                reason,
+                f"NVIDIA driver {facts['driver']} (CUDA API {facts['api']}) is too old: "
+                f"install driver {DRIVER_MINIMUM} (CUDA 13.0) or newer on the node",
+            )
+        if len(minors) > 1:
+            names = ", ".join(f"/dev/nvidia{n}" for n in sorted(minors))
+            raise error(reason, f"more than one GPU in the replica: {names}; set nvidia.com/gpu: 1 and unset NVIDIA_VISIBLE_DEVICES")
+        found = [d for d in facts["devices"] if d["minor"] in minors]
+        if not found:
+            raise error(reason, f"the replica's GPU (/dev/nvidia{'*' if not minors else min(minors)}) is none of the node's")
+        device: Mapping[str, Any] = found[0]
+        if device["mig"]:
+            raise error(reason, f"GPU {device['uuid']} has MIG on: turn it off (nvidia.com/mig.config: all-disabled)")
+        if device["virtual"] >= VGPU:
+            raise error(reason, f"GPU {device['uuid']} is a vGPU: pass the whole GPU through to the machine")
+        return device
+
+
+def _name(state: int | None) -> str:
+    if state is None:
+        return "no CUDA process"
+    return STATES[state] if 0 <= state < len(STATES) else f"in state {state}"
+
+
+def _reason(error: DriverError, reason: str) -> str:
+    return Reason.GPU_UNAVAILABLE if isinstance(error, Unusable) else reason
+
+
+def _visible(container: Container) -> set[int]:
+    """Minor numbers of the GPUs that a container has device files of."""
+    from . import namespaces
+
+    with namespaces.opened(container.open_root()) as root:
+        try:
+            fd = namespaces.open_in_root(root, "/dev", os.O_RDONLY | os.O_DIRECTORY)
+        except OSError:
+            return set()
+        with namespaces.opened(fd):
+            return {int(m[1]) for name in os.listdir(fd) if (m := _DEVICE.fullmatch(f"/dev/{name}"))}
+
+
+def choose(wanted: str, *, dev: Path = Path("/dev"), env: Mapping[str, str] | None = None) -> Accelerator:
+    """The accelerator for the setting `auto`, `cpu` or `cuda`. Does not fail: a GPU that cannot be used is one that no replica
+    is captured on."""
+    from .accelerator import Cpu
+
+    if wanted == "cpu":
+        return Cpu()
+    cuda = Cuda(env=env)
+    if wanted == "cuda":
+        return cuda
+    if not any(_DEVICE.fullmatch(f"/dev/{f.name}") for f in dev.glob("nvidia*")):
+        return Cpu()
+    try:
+        if cuda.devices():
+            return cuda
+        log.warning("there are files /dev/nvidia*, but the driver knows no GPU: replicas with a GPU start cold")
+    except DriverError as e:
+        log.warning("%s: replicas with a GPU start cold", e)
+    cuda.close()
+    return Cpu()
+
+
+# --- the helper: a process of its own, standard library only ---------------------------------------------------------
+
+VGPU: Final = 2
+"""NVML_GPU_VIRTUALIZATION_MODE_VGPU; above it, modes of a hypervisor's host. Below: none (0), passed through (1)."""
+
+NVML_NOT_SUPPORTED: Final = 3
+UNKNOWN_BYTES: Final = (1 << 64) - 1
+
+
+class _LockArgs(ctypes.Structure):
+    _fields_ = [("timeoutMs", ctypes.c_uint), ("reserved", ctypes.c_char * 60)]
+
+
+class _Pair(ctypes.Structure):
+    _fields_ = [("old", ctypes.c_char * 16), ("new", ctypes.c_char * 16)]
+
+
+class _RestoreArgs(ctypes.Structure):
+    _fields_ = [("pairs", ctypes.c_void_p), ("count", ctypes.c_uint), ("reserved", ctypes.c_char * 52)]
+
+
+class _Memory(ctypes.Structure):
+    _fields_ = [("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong)]
+
+
+class _ProcessInfo(ctypes.Structure):
+    _fields_ = [
+        ("pid", ctypes.c_uint),
+        ("used", ctypes.c_ulonglong),
+        ("gpuInstance", ctypes.c_uint),
+        ("computeInstance", ctypes.c_uint),
+    ]
+
+
+class _Driver:
+    """The two libraries. A call that fails raises DriverError with the driver's code."""
+
+    def __init__(self) -> None:
+        self._cuda: Any = None
+        self._nvml: Any = None
+
+    def Init(self) -> None:  # noqa: N802 - operations have the driver's names
+        """Load and initialise. A restore needs cuInit, or persistence mode."""
+        try:
+            self._cuda = ctypes.CDLL(os.environ.get(LIBCUDA) or "libcuda.so.1")
+            self._nvml = ctypes.CDLL(os.environ.get(LIBNVML) or "libnvidia-ml.so.1")
+        except OSError as e:
+            raise DriverError(str(e)) from e
+        self._call("cuInit", ctypes.c_uint(0))
+        self._ask("nvmlInit_v2")
+
+    def GetState(self, pid: int) -> int:  # noqa: N802
+        """CUprocessState."""
+        state = ctypes.c_int(-1)
+        self._call("cuCheckpointProcessGetState", ctypes.c_int(pid), ctypes.byref(state))
+        return state.value
+
+    def Lock(self, pid: int, timeout_ms: int) -> None:  # noqa: N802
+        """Let further calls of CUDA wait, and wait for those that run."""
+        self._call("cuCheckpointProcessLock", ctypes.c_int(pid), ctypes.byref(_LockArgs(timeoutMs=timeout_ms)))
+
+    def Checkpoint(self, pid: int) -> None:  # noqa: N802
+        """Copy the GPU's memory to the host and let go of the GPU."""
+        self._call("cuCheckpointProcessCheckpoint", ctypes.c_int(pid), None)
+
+    def Restore(self, pid: int, pairs: Sequence[Sequence[str]] = ()) -> None:  # noqa: N802
+        """The way back. Without pairs on the same GPU."""
+        if not pairs:
+            self._call("cuCheckpointProcessRestore", ctypes.c_int(pid), None)
+            return
+        array = (_Pair * len(pairs))()
+        for item, (old, new) in zip(array, pairs, strict=True):
+            ctypes.memmove(ctypes.addressof(item), _uuid_bytes(old) + _uuid_bytes(new), 32)
+        args = _RestoreArgs(pairs=ctypes.addressof(array), count=len(pairs))
+        self._call("cuCheckpointProcessRestore", ctypes.c_int(pid), ctypes.byref(args))
+
+    def Unlock(self, pid: int) -> None:  # noqa: N802
+        """Let it call CUDA again."""
+        self._call("cuCheckpointProcessUnlock", ctypes.c_int(pid), None)
+
+    def Facts(self, pids: Sequence[int] = ()) -> dict[str, Any]:  # noqa: N802
+        """Driver and devices; `used` is what these processes use of each, None if it cannot be told."""
+        text = ctypes.create_string_buffer(96)
+        self._ask("nvmlSystemGetDriverVersion", text, ctypes.c_uint(len(text)))
+        api = ctypes.c_int()
+        self._call("cuDriverGetVersion", ctypes.byref(api))
+        count = ctypes.c_uint()
+        self._ask("nvmlDeviceGetCount_v2", ctypes.byref(count))
+        devices = [self._device(i, set(pids)) for i in range(count.value)]
+        return {"driver": text.value.decode(errors="replace"), "api": api.value, "devices": devices}
+
+    def _device(self, index: int, pids: set[int]) -> dict[str, Any]:
+        handle = ctypes.c_void_p()
+        self._ask("nvmlDeviceGetHandleByIndex_v2", ctypes.c_uint(index), ctypes.byref(handle))
+        name, uuid = ctypes.create_string_buffer(96), ctypes.create_string_buffer(96)
+        self._ask("nvmlDeviceGetName", handle, name, ctypes.c_uint(len(name)))
+        self._ask("nvmlDeviceGetUUID", handle, uuid, ctypes.c_uint(len(uuid)))
+        minor, major_cc, minor_cc = ctypes.c_uint(), ctypes.c_int(), ctypes.c_int()
+        self._ask("nvmlDeviceGetMinorNumber", handle, ctypes.byref(minor))
+        self._ask("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major_cc), ctypes.byref(minor_cc))
+        memory = _Memory()
+        self._ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
+        mig, pending, virtual = ctypes.c_uint(0), ctypes.c_uint(0), ctypes.c_int(0)
+        # Not supported by GPUs that have no MIG, and where nothing is virtual.
+        self._ask("nvmlDeviceGetMigMode", handle, ctypes.byref(mig), ctypes.byref(pending), may=NVML_NOT_SUPPORTED)
+        self._ask("nvmlDeviceGetVirtualizationMode", handle, ctypes.byref(virtual), may=NVML_NOT_SUPPORTED)
+        return {
+            "name": name.value.decode(errors="replace"),
+            "uuid": uuid.value.decode(errors="replace"),
+            "minor": minor.value,
+            "capability": f"{major_cc.value}.{minor_cc.value}",
+            "total": memory.total,
+            "free": memory.free,
+            "mig": bool(mig.value),
+            "virtual": virtual.value,
+            "used": self._used(handle, pids) if pids else None,
+        }
+
+    def _used(self, handle: ctypes.c_void_p, pids: set[int]) -> int | None:
+        infos = (_ProcessInfo * 256)()
+        count = ctypes.c_uint(len(infos))
+        self._ask("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), infos)
+        used = [int(i.used) for i in infos[: count.value] if i.pid in pids]
+        return None if UNKNOWN_BYTES in used or not used else sum(used)
+
+    def _call(self, name: str, *args: Any) -> None:
+        try:
+            function = getattr(self._cuda, name)
+        except AttributeError as e:
+            raise DriverError(f"libcuda has no {name}: install driver {DRIVER_MINIMUM} or newer on the node") from e
+        code = function(*args)
+        if code:
+            text = ctypes.c_char_p()
+            self._cuda.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text))
+            raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})", code)
+
+    def _ask(self, name: str, *args: Any, may: int = 0) -> None:
+        try:
+            function = getattr(self._nvml, name)
+        except AttributeError as e:
+            raise DriverError(f"libnvidia-ml has no {name}") from e
+        code = function(*args)
+        if code not in (0, may):
+            raise DriverError(f"{name}: NVML error {code}", -code)
+
+
+def _uuid_bytes(text: str) -> bytes:
+    return bytes.fromhex(text.removeprefix("GPU-").replace("-", ""))
+
+
+def main() -> None:
+    """Answer requests, a line of JSON each, until the agent closes the socket."""
+    driver = _Driver()
+    connection = socket.socket(fileno=int(sys.argv[1]))
+    with connection, connection.makefile("rw", encoding="utf-8") as stream:
+        for line in stream:
+            request = json.loads(line)
+            operation = getattr(driver, request.pop("op"))
+            try:
+                answer = {"result": operation(**request)}
+            except DriverError as e:
+                answer = {"error": str(e), "code": 0 if e.code is None else e.code}
+            stream.write(json.dumps(answer) + "\n")
+            stream.flush()
+
+
+if __name__ == "__main__":
+    main()
