@@ -179,7 +179,11 @@ class World:
                 await self._report(pod, report, state="Released")
             case "Released" if meta["name"] not in self.port_closed:
                 await self._report(
-                    pod, report, state="Serving", serving_at=rfc3339(time.time() + 4), phases={"restore_s": 1.25, "release_to_serving_s": 2.5}
+                    pod,
+                    report,
+                    state="Serving",
+                    serving_at=rfc3339(time.time() + 4),
+                    phases={"restore_s": 1.25, "release_to_serving_s": 2.5},
                 )
             case "Serving" if condition(pod, "ContainersReady") != "True" and self.kubelet:
                 await self._serve(pod)
@@ -283,11 +287,12 @@ class Stopped(BaseException):
 class CountingKube(Kube):
     """A client that counts writes and can be made to stop at one of them, as a killed process would.
 
-    `stop_at` n: the n-th write (from 1 on) is not sent, or sent and its answer lost (`after`).
+    `stop_at` n: the process ends before the n-th write (from 1 on), which is after the one before it was committed.
+    `lose_at` n: the n-th write is committed, but its answer is lost, and the process lives.
     """
 
     stop_at: int | None = None
-    after: bool = False
+    lose_at: int | None = None
     writes: list[str]
 
     @classmethod
@@ -302,14 +307,12 @@ class CountingKube(Kube):
         if method == "GET":
             return await super().request(method, path, **kwargs)
         self.writes.append(f"{method} {path}")
-        last = self.stop_at is not None and len(self.writes) >= self.stop_at
-        if last and not self.after:
+        if self.stop_at is not None and len(self.writes) >= self.stop_at:
             raise Stopped
-        try:
-            return await super().request(method, path, **kwargs)
-        finally:
-            if last:
-                raise Stopped
+        answer = await super().request(method, path, **kwargs)
+        if len(self.writes) == self.lose_at:
+            raise ApiError(0, "TransportError", "scripted: the answer was lost")
+        return answer
 
 
 async def delete_all(kube: Kube, resource: Resource, namespace: str | None = None) -> None:

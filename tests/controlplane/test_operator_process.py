@@ -57,6 +57,7 @@ async def world(cluster: Cluster) -> AsyncIterator[World]:
         task.cancel()
         with contextlib.suppress(asyncio.CancelledError):
             await task
+        install_crds(cluster)
         await delete_all(kube, SNAPSHOTS, "default")
         for resource, namespace in ((PODS, "default"), (SERVICES, "default"), (PODS, SYSTEM), (CONTENTS, None), (NODES, None)):
             await delete_all(kube, resource, namespace)
@@ -90,7 +91,7 @@ async def running(cluster: Cluster, kube: Kube, monkeypatch: pytest.MonkeyPatch,
     operator = Operator(kube, Options(**settings))  # type: ignore[arg-type]
     stop = asyncio.Event()
     task = asyncio.create_task(operator.run(stop))
-    while not operator.health.port and not task.done():
+    while not operator.health.port and not task.done():  # noqa: ASYNC110 - two turns of the loop
         await asyncio.sleep(0)
     try:
         yield operator
@@ -177,9 +178,8 @@ async def test_a_watch_that_dies_ends_the_process(cluster: Cluster, world: World
         """kopf's own end, as when one of its watchers fails."""
 
     monkeypatch.setattr("vllmsnapshot.controller.app.kopf.operator", dies)
-    with pytest.raises(ExceptionGroup, match="unhandled errors") as caught:
+    async with asyncio.timeout(LIMIT_S):
         await operator.run(asyncio.Event())
-    assert "watch has ended" in str(caught.value.exceptions[0])
     assert operator.health.live["watch"]() is not None
 
 
@@ -205,7 +205,16 @@ def children_of(pid: int) -> list[int]:
 
 
 async def test_the_command_ends_with_sigterm_and_exit_status_0(cluster: Cluster, world: World) -> None:
-    flags = ["--kubeconfig", cluster.kubeconfig, "--agent-namespace", SYSTEM, "--health-port", "18080", "--log-format", "json"]
+    flags = [
+        "--kubeconfig",
+        str(cluster.kubeconfig),
+        "--agent-namespace",
+        SYSTEM,
+        "--health-port",
+        "18080",
+        "--log-format",
+        "json",
+    ]
     command = cluster.exec_command(
         ["env", f"PYTHONPATH={ROOT}/operator:{ROOT}/child", sys.executable, "-m", "vllmsnapshot.controller.app", *flags]
     )

@@ -19,7 +19,7 @@ from vllmsnapshot.api import constants as c
 from vllmsnapshot.controller.observe import Observer
 from vllmsnapshot.controller.reconcile import Reconciler
 from vllmsnapshot.controller.workqueue import Wait
-from vllmsnapshot.kube import CONTENTS, EVENTS, NODES, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, Kube, Object, Resource
+from vllmsnapshot.kube import CONTENTS, EVENTS, NODES, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube, Object, Resource
 
 ROOT = Path(__file__).parents[2]
 SYSTEM = "vllmsnapshot-system"
@@ -597,22 +597,22 @@ async def test_deletion_does_not_wait_for_a_node_that_is_down(lab: Lab) -> None:
 
 @dataclass
 class Life:
-    """One of many claims that live at the same time in one world, each with an operator that dies at another write."""
+    """One of many claims that live at the same time in one world, each with an operator that fails at another write."""
 
     lab: Lab
     name: str
     observer: Observer
     stop_at: int | None = None
-    after: bool = False
-    died: bool = False
+    lose_at: int | None = None
+    failed: bool = False
 
     def __post_init__(self) -> None:
-        self.start(self.stop_at)
+        self.start()
+        self.kube.stop_at, self.kube.lose_at = self.stop_at, self.lose_at
 
-    def start(self, stop_at: int | None) -> None:
+    def start(self) -> None:
         """A new operator process for this claim."""
         self.kube = CountingKube.of(self.lab.kube)
-        self.kube.stop_at, self.kube.after = stop_at, self.after
         self.reconciler = Reconciler(self.kube, SYSTEM)
         self.reconciler.observer = self.observer
 
@@ -622,9 +622,13 @@ class Life:
         try:
             await self.reconciler.reconcile(("default", self.name))
         except Stopped:
-            self.died = True
-            self.start(None)
+            self.failed = True
+            self.start()
             return 1
+        except ApiError as e:
+            if "answer was lost" not in e.message:
+                raise
+            self.failed = True
         return len(self.kube.writes) - before
 
     async def outcome(self) -> Any:
@@ -657,8 +661,9 @@ async def live(lab: Lab, lives: list[Life]) -> None:
             raise AssertionError("never at rest")
 
 
-async def test_the_operator_may_die_at_any_write(lab: Lab) -> None:
-    """For every n: the n-th write of a claim's life is the last one of a process, sent or not; the next process carries on."""
+async def test_the_operator_may_die_and_any_answer_may_be_lost_at_any_write(lab: Lab) -> None:
+    """For every n: a process ends before the n-th write of a claim's life and the next one carries on; in another life the
+    n-th write is committed and its answer lost. Every life ends as the undisturbed one does, and then nothing is written."""
     lab.world.patient = True
     observer = Observer(lab.kube, SYSTEM, share_s=3600.0)  # nodes and agents stay as they are here
     calm = Life(lab, "calm", observer)
@@ -666,12 +671,14 @@ async def test_the_operator_may_die_at_any_write(lab: Lab) -> None:
     wanted, total = await calm.outcome(), len(calm.kube.writes)
     assert wanted[1:] == ([("vllm:2", "restore")], "1/1", 1, 1)
     assert total > 15
-    lives = [Life(lab, f"n{n}-{after}".lower(), observer, n, after) for n in range(1, total + 1) for after in (False, True)]
+    lives = [Life(lab, f"dies{n}", observer, stop_at=n) for n in range(1, total + 1)]
+    lives += [Life(lab, f"loses{n}", observer, lose_at=n) for n in range(1, total + 1)]
     await live(lab, lives)
     for one in lives:
         assert await one.outcome() == wanted, one.name
         assert await one.once() == 0, one.name
-    assert sum(one.died for one in lives) > 0.9 * len(lives), "the enumeration covers the life"
+    # A life among many is paced otherwise and may be shorter; and a lost answer to an event is nobody's failure.
+    assert sum(one.failed for one in lives) > len(lives) / 2
     # And in the end, all go.
     for one in lives:
         await lab.delete(one.name)

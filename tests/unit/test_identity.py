@@ -122,8 +122,12 @@ def test_absent_and_empty_are_the_same() -> None:
     )
 
 
-def test_hashes_fit_labels_and_do_not_move_between_versions() -> None:
-    """If this fails, every replica of every user rolls at the next upgrade: raise the schema numbers on purpose or not at all."""
-    assert len(HERE.identity) == len(HERE.revision) == pods.HASH_CHARS <= 63
+def test_hashes_fit_labels() -> None:
+    assert len(HERE.identity) == len(HERE.revision) == pods.HASH_CHARS
+    assert pods.HASH_CHARS <= 63
     assert int(HERE.identity, 16) >= 0
-    assert pods.Template(revision=HERE.revision, identity=HERE.identity) == HERE
+
+
+def test_the_revision_does_not_move_between_versions_of_the_operator() -> None:
+    """If this fails, an upgrade rolls every replica of every user. (The identity may move, with FIXED_ENV: artifacts are retaken.)"""
+    assert HERE.revision == "f2c1e6af483fc79745e9d6c839c565855cd423fe"

@@ -116,6 +116,12 @@ def names(actions: list[p.Action], kind: type) -> list[str]:
         ("the seed cannot be scheduled: the rest", see(pod("s", node=None, created=NOW - 61)), {}, 2),
         ("a replica that serves already is no seed", see(serving("s")), {}, 1),
         ("one on a node without agent is none", see(pod("s", node="b"), nodes=("node", "b")), {}, 1),
+        (
+            "nor one whose agent went away during the capture",
+            see(pod("s", node="b"), contents=(content("a", node="b", source="s"),), nodes=("node", "b")),
+            {},
+            1,
+        ),
         ("one that is being deleted is none", see(pod("s", deleting=True)), {}, 1),
         ("one of another identity is none", see(), {}, 1),
         (
@@ -276,6 +282,11 @@ def test_rolling_update(why: str, replicas: list[Replica], fields: dict[str, int
     actions = do(seen, replicas=2, rollout=fields)
     assert names(actions, p.DeletePod) == removed, why
     assert len(names(actions, p.CreatePod)) == created, why
+
+
+def test_a_scale_down_in_a_rollout_spares_the_old_pods_that_serve() -> None:
+    seen = see(serving("o1", OLD), serving("o2", OLD), pod("n1", created=1.0), pod("n2", created=2.0), contents=ARTIFACT)
+    assert names(do(seen, replicas=2), p.DeletePod) == ["n2"]
 
 
 def test_no_more_old_pods_are_given_up_than_the_seed_needs() -> None:

@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodSettings, VLLMSnapshotSpec
@@ -241,6 +243,45 @@ def test_a_token_only_for_an_account_that_is_named_and_asks(account: str | None,
 def test_overlays_that_cannot_be_merged_are_refused_with_a_reason(spec: dict[str, Any], text: str) -> None:
     made = VLLMSnapshotSpec.model_validate({"model": "m", "image": "i", **overlay(**spec)})
     assert text in (pods.problem(CLAIM, made) or ""), "and never an exception"
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers(-5, 5) | st.sampled_from(["", "engine", c.SHM_VOLUME, "name", "x"]),
+    lambda inner: (
+        st.lists(inner, max_size=3)
+        | st.dictionaries(st.sampled_from(["name", "env", "mountPath", "nodeAffinity", "x"]), inner, max_size=3)
+    ),
+    max_leaves=8,
+)
+FIELDS = [
+    "containers",
+    "volumes",
+    "tolerations",
+    "initContainers",
+    "affinity",
+    "nodeSelector",
+    "securityContext",
+    "serviceAccountName",
+    "x",
+]
+
+
+@given(
+    overlay_spec=st.dictionaries(st.sampled_from(FIELDS), JSON, max_size=4),
+    engine_fields=st.none()
+    | st.dictionaries(
+        st.text(max_size=9) | st.sampled_from(["env", "volumeMounts", "ports", "securityContext"]), JSON, max_size=3
+    ),
+)
+def test_any_overlay_is_merged_or_refused(overlay_spec: dict[str, Any], engine_fields: dict[str, Any] | None) -> None:
+    """The CRD lets anything through; nothing of it may raise elsewhere."""
+    if engine_fields is not None:
+        overlay_spec = {**overlay_spec, "containers": [{**engine_fields, "name": "engine"}]}
+    made = VLLMSnapshotSpec.model_validate({"model": "m", "image": "i", **overlay(**overlay_spec)})
+    if pods.problem(CLAIM, made) is None:
+        pod = pods.pod(CLAIM, made, 0, 8000)
+        assert engine(pod)["image"] == "i"
+        json.dumps(pod)
 
 
 def test_the_two_reserved_names_for_users() -> None:

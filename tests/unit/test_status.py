@@ -16,7 +16,7 @@ from vllmsnapshot.api.types import (
     VLLMSnapshotSpec,
     VLLMSnapshotStatus,
 )
-from vllmsnapshot.controller import events, pods, status
+from vllmsnapshot.controller import events, pods, status, world
 from vllmsnapshot.controller.plan import Gate
 from vllmsnapshot.controller.status import Problem
 from vllmsnapshot.controller.world import Claim, Content, Observed, Replica, ServiceView, rfc3339, timestamp
@@ -34,7 +34,7 @@ def claim(**spec: Any) -> Claim:
 
 
 def pod(name: str, *, state: str = "Serving", mode: str = c.START_COLD, **fields: Any) -> Replica:
-    report = PodReport(start=mode, state=state, reason=R.NO_ARTIFACT if mode == c.START_COLD else R.RESTORED)  # type: ignore[arg-type]
+    report = PodReport(start=mode, state=state, reason=R.NO_ARTIFACT if mode == c.START_COLD else R.RESTORED)
     base: dict[str, Any] = {
         "name": name,
         "uid": f"uid-{name}",
@@ -239,6 +239,19 @@ def test_stale_names_the_fact() -> None:
     assert shown(made, c.STALE) == ("True", R.ENVIRONMENT_CHANGED)
     assert "driver was '570' at capture and is '580'" in conditions(made)[c.STALE].message
     assert shown(made, c.SNAPSHOT_READY)[0] == "False"
+
+
+def test_a_reboot_voids_nothing() -> None:
+    old = captured(status=VLLMSnapshotContentStatus(environment={"bootId": "1", "kernelRelease": "6.18"}))
+    made = compute(see(contents=(old,), environments={"node": {"bootId": "2", "kernelRelease": "6.18"}}))
+    assert shown(made, c.STALE)[0] == "False"
+    assert shown(made, c.SNAPSHOT_READY)[0] == "True"
+
+
+def test_operator_and_agent_compare_the_same_facts() -> None:
+    from vllmsnapshot.agent import identity
+
+    assert world.NOT_COMPARED == identity.NOT_COMPARED
 
 
 def test_times_move_only_on_flips() -> None:

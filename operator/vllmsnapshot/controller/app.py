@@ -17,7 +17,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Mapping, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -70,12 +70,8 @@ class Operator:
         self.health.ready = {"started": self._check_started}
         self.health.metrics = self._metrics
 
-    async def run(self, stop: asyncio.Event, claim_signals: Callable[[], None] = lambda: None) -> None:
-        """Run until `stop` is set. Raises whatever ended a part that must not end.
-
-        `claim_signals` installs the caller's signal handlers; it is called here, and again after kopf has installed its own.
-        """
-        claim_signals()
+    async def run(self, stop: asyncio.Event) -> None:
+        """Run until `stop` is set or the watch ends, whatever ended it: never go on blind. Raises what made a part fail."""
         await self.health.start(self.options.health_port)
         try:
             if not await self._wait_for_api(stop):
@@ -85,7 +81,7 @@ class Operator:
                 background.append(group.create_task(self._resync()))
                 self._watching = True
                 try:
-                    await self._watch(stop, claim_signals)
+                    await self._watch(stop)
                 finally:
                     self._ended = True
                     for task in background:
@@ -125,26 +121,19 @@ class Operator:
 
     # --- event source ------------------------------------------------------------------------------------------------
 
-    async def _watch(self, stop: asyncio.Event, claim_signals: Callable[[], None]) -> None:
-        """kopf, until `stop` is set. Its end for any other reason is an error."""
+    async def _watch(self, stop: asyncio.Event) -> None:
+        """kopf, until `stop` is set or SIGTERM or SIGINT come (it takes their handlers over). Raises what killed a watcher."""
         flag = asyncio.Event()
-        registry = self._registry()
-
-        @kopf.on.startup(registry=registry)
-        async def take_signals_back(**_: Any) -> None:
-            claim_signals()
-
         async with _forward(stop, flag):
             await kopf.operator(
-                registry=registry,
+                registry=self._registry(),
                 settings=_settings(),
                 standalone=True,
                 clusterwide=not self.options.namespaces,
                 namespaces=list(self.options.namespaces),
                 stop_flag=flag,
             )
-        if not stop.is_set():
-            raise RuntimeError("the watch has ended")
+        log.info("the watch has ended")
 
     def _registry(self) -> kopf.OperatorRegistry:
         """Hints only: each handler puts a key on the queue. A hint that is lost is made up for by the resync."""
@@ -312,17 +301,14 @@ def _configure_logging(options: Options) -> None:
 async def serve(options: Options) -> None:
     """Run until SIGTERM or SIGINT."""
     stop = asyncio.Event()
-
-    def claim_signals() -> None:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
-
+    for number in (signal.SIGTERM, signal.SIGINT):
+        asyncio.get_running_loop().add_signal_handler(number, stop.set)
     if options.kubeconfig:
         os.environ["KUBECONFIG"] = options.kubeconfig
     # kopf names itself by the user's login name otherwise, and the image's user has none.
     os.environ.setdefault("POD_ID", socket.gethostname())
     async with await Kube.connect(options.kubeconfig) as kube:
-        await Operator(kube, options).run(stop, claim_signals)
+        await Operator(kube, options).run(stop)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -64,7 +64,7 @@ def build(claim: Claim, note: Note, now: float, instance: str) -> dict[str, Any]
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
         "metadata": {
-            "name": f"{claim.name[:200]}.{digest([claim.uid, note.reason, note.text, moment])[:16]}",
+            "name": f"{claim.name[:200].rstrip('-.')}.{digest([claim.uid, note.reason, note.text, moment])[:16]}",
             "namespace": claim.namespace,
         },
         "eventTime": moment,

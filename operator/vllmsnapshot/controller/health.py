@@ -25,12 +25,12 @@ class Health:
         self.port = 0
 
     async def start(self, port: int) -> None:
-        """Listen on all addresses; port 0 takes a free one, shown in `port`."""
+        """Listen on all addresses; port 0 takes a free one of the loopback interface, shown in `port`."""
         app = web.Application()
         app.add_routes([web.get("/healthz", self._healthz), web.get("/readyz", self._readyz), web.get("/metrics", self._metrics)])
         self._runner = web.AppRunner(app, access_log=None)
         await self._runner.setup()
-        site = web.TCPSite(self._runner, port=port)
+        site = web.TCPSite(self._runner, host=None if port else "127.0.0.1", port=port)
         await site.start()
         self.port = self._runner.addresses[0][1]
 

@@ -19,6 +19,9 @@ from ..api.types import Condition, DeletionPolicy, PodReport, VLLMSnapshotConten
 
 Object = Mapping[str, Any]
 
+NOT_COMPARED = frozenset({"bootId", "cpuModel", "cpuFlags", "imageLayers", "gpuUuid", "gpuMemoryUsedBytes", "gpuPids"})
+"""Facts of an environment that may differ without voiding an artifact: the agent's list (a test holds the two together)."""
+
 
 def timestamp(text: Any) -> float:
     """An API time as seconds since the epoch; 0.0 for anything that is not one."""
@@ -267,9 +270,13 @@ class Observed:
     service: ServiceView | None = None
 
     def stale(self, content: Content) -> str | None:
-        """Which fact of the node is not what it was at capture, or None. Only facts that both sides know are compared."""
+        """Which fact of the node is not what it was at capture, or None. Only facts that both sides know are compared.
+
+        The agent has the last word and knows more (CPU flags, image layers): an artifact that it keeps refusing is
+        quarantined by it. This is to say it before anybody tries.
+        """
         then, now = content.status.environment or {}, self.environments.get(content.node) or {}
-        for name in sorted(then.keys() & now.keys()):
+        for name in sorted((then.keys() & now.keys()) - NOT_COMPARED):
             if then[name] != now[name]:
                 return f"{name} was {then[name]!r} at capture and is {now[name]!r} on node {content.node} now"
         return None
