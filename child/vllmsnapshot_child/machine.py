@@ -255,7 +255,8 @@ class Machine:
             return [Act(KILL_ALL), *self._exit(code, f"server ended: {how}")]
         if self._run.content is not None:
             return self._restore_failed(how, look.now)
-        if self._run.attended and self._run.ready_at is None and look.failure and look.failure[0] in UNFIT_FOR_BARRIER:
+        before_barrier = self._run.attended and self._run.ready_at is None and not look.ready
+        if before_barrier and look.failure and look.failure[0] in UNFIT_FOR_BARRIER:
             return [Act(KILL_ALL), *self._cold(attended=False, why=how)]
         return [Act(KILL_ALL), *self._exit(code, f"server ended before it served: {how}")]
 

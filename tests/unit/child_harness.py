@@ -72,6 +72,7 @@ class Container:
             "TMPDIR": str(self.scratch),
             "HOSTNAME": "pod-a",
             "VLLMSNAPSHOT_ENGINE": "small:create",
+            "SMALL_SHM": str(self.scratch),
             "VLLMSNAPSHOT_CONTROL_DIR": str(self.control),
             "VLLMSNAPSHOT_SCRATCH_DIRS": str(self.scratch),
             "VLLMSNAPSHOT_PORT": str(self.port),

@@ -296,6 +296,14 @@ def test_an_engine_that_only_fails_its_rehearsal_is_started_without_barrier(reas
     assert not acts[1].attended
 
 
+@pytest.mark.parametrize("looked", [True, False])
+def test_an_engine_that_fails_after_the_barrier_ends_the_container(looked: bool) -> None:
+    life = attended()
+    if looked:
+        life.see(ready=True)
+    assert life.verbs(ready=True, exited=74, failure=(Reason.RELOAD_FAILED, "m")) == [KILL_ALL, EXIT]
+
+
 def test_an_engine_that_does_not_start_ends_the_container() -> None:
     acts = attended().see(exited=70, failure=(Reason.ENGINE_FAILED, "out of memory"))
     assert [(a.verb, a.number) for a in acts] == [(KILL_ALL, 0), (EXIT, 70)]
