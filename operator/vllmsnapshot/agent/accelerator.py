@@ -3,13 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Final, Protocol
 
-from .containers import Process
+if TYPE_CHECKING:
+    from .containers import Container, Process
+
+UUID: Final = "gpuUuid"
+MEMORY_USED: Final = "gpuMemoryUsedBytes"
+PIDS: Final = "gpuPids"
+RECORDED: Final = frozenset({UUID, MEMORY_USED, PIDS})
+"""Names of what `Accelerator.record` may return."""
 
 
 class Accelerator(Protocol):
-    """Called by capture and restore with processes of the tree, the root first. Methods raise AgentError where they fail."""
+    """Called by capture and restore with processes of the tree, the root first. Methods raise AgentError where they fail.
+
+    `recorded` is what `record` returned when the artifact was made.
+    """
 
     name: str
 
@@ -19,13 +29,22 @@ class Accelerator(Protocol):
     def claims(self, device: str) -> bool:
         """Whether an open device file (its path in the container) belongs to this accelerator and is handled by it."""
 
+    def record(self, processes: Sequence[Process]) -> Mapping[str, str]:
+        """What a restore must know of these processes, but not compare (names: RECORDED). Refuses what cannot travel."""
+
     def before_dump(self, processes: Sequence[Process]) -> None:
         """Move the state of the device into the processes' memory and let go of the device."""
 
     def after_dump(self, processes: Sequence[Process]) -> None:
-        """Undo `before_dump`, after a dump or a failed one, when the processes run again. Must not fail half-way silently."""
+        """Undo `before_dump`, after a dump or a failed one, when the processes run again. Must not fail half-way silently.
 
-    def after_restore(self, processes: Sequence[Process]) -> None:
+        Raises CaptureError(GPU_STATE_LOST) if they do not: then the replica is of no use any more and must be ended.
+        """
+
+    def before_restore(self, container: Container, recorded: Mapping[str, str]) -> None:
+        """Insist that the container's device can take the state."""
+
+    def after_restore(self, container: Container, recorded: Mapping[str, str], processes: Sequence[Process]) -> None:
         """Take the device again and move the state back."""
 
     def before_terminate(self, processes: Sequence[Process]) -> None:
@@ -45,13 +64,20 @@ class Cpu:
         """None."""
         return False
 
+    def record(self, processes: Sequence[Process]) -> Mapping[str, str]:
+        """Nothing."""
+        return {}
+
     def before_dump(self, processes: Sequence[Process]) -> None:
         """Nothing."""
 
     def after_dump(self, processes: Sequence[Process]) -> None:
         """Nothing."""
 
-    def after_restore(self, processes: Sequence[Process]) -> None:
+    def before_restore(self, container: Container, recorded: Mapping[str, str]) -> None:
+        """Nothing."""
+
+    def after_restore(self, container: Container, recorded: Mapping[str, str], processes: Sequence[Process]) -> None:
         """Nothing."""
 
     def before_terminate(self, processes: Sequence[Process]) -> None:

@@ -23,7 +23,7 @@ from typing import Any, Final
 
 from ..api.constants import Reason
 from . import identity, namespaces, staging
-from .accelerator import Accelerator
+from .accelerator import MEMORY_USED, Accelerator
 from .containers import Container, Mount, Process, descendants, resume_all
 from .criu import Criu, CriuError
 from .errors import AgentError, CaptureError, StoreError
@@ -105,7 +105,8 @@ def capture(
     """Capture the container's tree. Blocks for seconds; on return the artifact is durable.
 
     The tree runs again whatever happens. `on_resumed` is called as soon as it does, also after a failure of the dump; what it
-    raises is logged. Raises CaptureError or StoreError.
+    raises is logged. Raises CaptureError or StoreError; with reason GPU_STATE_LOST the tree cannot go on and `on_resumed` was
+    not called: the caller ends the replica.
     """
     started = time.monotonic()
     deadline = started + request.timeout_s
@@ -116,7 +117,9 @@ def capture(
             # Whatever an interrupted capture left; a stopped tree cannot be dumped.
             resume(container, request.staged)
             tree = preflight(container, request, stack, accelerator)
-            _check_space(tree.estimate, request.max_bytes, store)
+            recorded = accelerator.record(tree.processes)
+            # What is on the device moves into the memory of the processes.
+            _check_space(tree.estimate + int(recorded.get(MEMORY_USED, 0)), request.max_bytes, store)
             draft = stack.enter_context(store.draft(request.content))
             work = stack.enter_context(store.work_dir())
             mounts = container.mounts()
@@ -133,7 +136,7 @@ def capture(
                 resumed = True
                 _thaw(container, tree, accelerator, phases)
                 _notify(on_resumed)
-            manifest = _manifest(container, request, tree, facts, stdio, mapped, draft, phases, started)
+            manifest = _manifest(container, request, tree, facts, recorded, stdio, mapped, draft, phases, started)
             before = time.monotonic()
             published = draft.publish(manifest)
             log.info(
@@ -404,7 +407,7 @@ def _freeze(
 
 
 def _thaw(container: Container, tree: Tree, accelerator: Accelerator, phases: dict[str, float]) -> None:
-    """Let the tree run on. Nothing here may hide the error that brought us here."""
+    """Let the tree run on. Nothing here may hide the error that brought us here, but one that leaves a tree of no use."""
     with contextlib.suppress(ProcessLookupError):
         resume_all(container)
     if "freeze" in phases:
@@ -415,8 +418,13 @@ def _thaw(container: Container, tree: Tree, accelerator: Accelerator, phases: di
             for source in tree.sources:
                 found = staging.measure(source.fd, skip=source.skip, skip_names=source.skip_names).criu_files
                 staging.remove_criu_files(source.fd, found, before=source.litter)
-        accelerator.after_dump(tree.processes)
     except (OSError, StagingError, AgentError):
+        log.exception("after the dump")
+    try:
+        accelerator.after_dump(tree.processes)
+    except AgentError as e:
+        if e.reason == Reason.GPU_STATE_LOST:
+            raise
         log.exception("after the dump")
 
 
@@ -443,6 +451,7 @@ def _manifest(
     request: CaptureRequest,
     tree: Tree,
     facts: identity.Node,
+    recorded: Mapping[str, str],
     stdio: dict[str, int],
     mapped: list[identity.FileFact],
     draft: Draft,
@@ -467,7 +476,7 @@ def _manifest(
         staged={s.staged.name: s.staged.path for s in tree.sources},
         memory_bytes=sum((draft.path / n).lstat().st_blocks * 512 for n in files if n.startswith(in_memory)),
         disk_bytes=size,
-        environment={**facts.environment, identity.LAYERS: identity.image_layers(container)},
+        environment={**facts.environment, **recorded, identity.LAYERS: identity.image_layers(container)},
         cpu_flags=list(facts.cpu_flags),
         mapped=mapped,
         files=files,

@@ -22,6 +22,9 @@ class Config:
     store_dir: str = _option("/var/lib/vllmsnapshot", "VLLMSNAPSHOT_STORE_DIR", "where artifacts are kept")
     criu_prefix: str = _option("/opt/criu", "VLLMSNAPSHOT_CRIU_PREFIX", "CRIU with the libraries it needs")
     cgroup_root: str = _option("/sys/fs/cgroup", "VLLMSNAPSHOT_CGROUP_ROOT", "the node's cgroup file system")
+    accelerator: str = _option(
+        "auto", "VLLMSNAPSHOT_ACCELERATOR", "auto (cuda where the driver loads and there is a GPU), cpu or cuda"
+    )
     host: str = _option("", "VLLMSNAPSHOT_HEALTH_HOST", "address of the health endpoint; empty: all")
     port: int = _option(8081, "VLLMSNAPSHOT_HEALTH_PORT", "port of /healthz, /readyz and /metrics; 0: none")
     resync_seconds: float = _option(10.0, "VLLMSNAPSHOT_RESYNC_SECONDS", "every pod is looked at this often, whatever wakes it")
@@ -48,6 +51,8 @@ def parse(args: Sequence[str], env: Mapping[str, str]) -> Config:
         parser.error(f"--port {config.port} is not a port")
     if not (0.1 <= config.resync_seconds <= 3600 and 1 <= config.doctor_seconds <= 86400):
         parser.error("--resync-seconds must be in 0.1..3600, --doctor-seconds in 1..86400")
+    if config.accelerator not in ("auto", "cpu", "cuda"):
+        parser.error(f"--accelerator {config.accelerator} is neither auto, cpu nor cuda")
     if config.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log-level {config.log_level} is not a level")
     return config

@@ -8,10 +8,13 @@ from inside the container.
 from __future__ import annotations
 
 import contextlib
+import errno
 import logging
 import os
 import select
 import signal
+import subprocess
+import threading
 import time
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -363,3 +366,38 @@ def resume_all(container: Container) -> int:
         if not process.zombie and send(process, signal.SIGCONT, proc=container.proc):
             count += process.state in "tT"
     return count
+
+
+def set_last_pid(pidfd: int, last_pid: int, *, timeout_s: float) -> None:
+    """Have the next process of a PID namespace (that of `pidfd`) get a PID above this. Raises OSError, TimeoutError.
+
+    A child writes it, since a process never changes its own PID namespace; a thread of its own starts the child, since what
+    `setns` changes is the thread's. The file is the agent's: the container's own /proc/sys is read-only.
+    """
+    errors: list[Exception] = []
+
+    def write() -> None:
+        try:
+            namespaces.setns(pidfd, namespaces.CLONE_NEWPID)
+            subprocess.run(
+                ["/bin/sh", "-c", f"echo {int(last_pid)} > /proc/sys/kernel/ns_last_pid"],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                env={},
+                timeout=timeout_s,
+                check=True,
+            )
+        except Exception as e:
+            errors.append(e)
+
+    thread = threading.Thread(target=write, name="set-last-pid", daemon=True)
+    thread.start()
+    thread.join()
+    if not errors:
+        return
+    if isinstance(errors[0], subprocess.TimeoutExpired):
+        raise TimeoutError(f"not written within {timeout_s} s") from errors[0]
+    if isinstance(errors[0], subprocess.CalledProcessError):
+        raise OSError(errno.EPERM, errors[0].stderr.decode(errors="replace").strip()) from errors[0]
+    raise errors[0]

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import nsrun
-from .containers import Container, parse_mountinfo, wait_dead
+from .containers import Container, parse_mountinfo, set_last_pid, wait_dead
 from .staging import Staged, mounted_below
 
 DEFAULT_PREFIX: Final = Path("/opt/criu")
@@ -262,15 +262,18 @@ class Criu:
         )
 
     def raise_pids(self, container: Container, last_pid: int, *, timeout_s: float = 10.0) -> None:
-        """Let the container's next process get a PID above `last_pid`. Raises CriuError."""
-        self._enter(container, [], images=None, timeout_s=timeout_s, last_pid=last_pid)
+        """Let the container's next process get a PID above `last_pid`. Takes milliseconds. Raises CriuError."""
+        try:
+            set_last_pid(container.pidfd, last_pid, timeout_s=timeout_s)
+        except OSError as e:
+            raise CriuError(f"ns_last_pid of the container cannot be written: {e}", timed_out=isinstance(e, TimeoutError)) from e
 
     def _enter(
         self,
         container: Container,
         argv: list[str],
         *,
-        images: tuple[int, int] | None,
+        images: tuple[int, int],
         timeout_s: float,
         last_pid: int = 0,
         stage: Sequence[tuple[Staged, int]] = (),
@@ -300,8 +303,8 @@ class Criu:
                 "status": status_write,
                 "pidfd": container.pidfd,
                 "prefix": prefix,
-                "images": images[0] if images else None,
-                "work": images[1] if images else None,
+                "images": images[0],
+                "work": images[1],
                 "cgroups": cgroups,
                 "leave": leave,
                 "gentle": gentle,
@@ -318,12 +321,12 @@ class Criu:
                 status_write,
                 container.pidfd,
                 prefix,
+                *images,
                 *cgroups,
                 *leave,
                 *(fd for _, fd in stage),
                 *(inherit or {}).values(),
             ]
-            passed += images or ()
             package = Path(__file__).parents[2]
             helper = subprocess.Popen(
                 # -S: no site-packages, hence no third-party code and 20 ms less.
@@ -345,7 +348,7 @@ class Criu:
         phases = dict(progress.phases)
         if progress.criu_started is not None:
             phases["criu"] = (progress.criu_ended or time.monotonic()) - progress.criu_started
-        what = f"criu {argv[0]}" if argv else "entering the container"
+        what = f"criu {argv[0]}"
         if not finished:
             # The errors of a dump that was made to fail would only mislead.
             errors = "" if gentle else f": {log.errors()}"

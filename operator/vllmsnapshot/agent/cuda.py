@@ -29,19 +29,21 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..api.constants import Reason
+from .accelerator import MEMORY_USED, PIDS, UUID, Accelerator, Cpu
 from .errors import AgentError, CaptureError, RestoreError
 
 if TYPE_CHECKING:
-    from .accelerator import Accelerator
     from .containers import Container, Process
 
 log = logging.getLogger(__name__)
+
+_T = TypeVar("_T")
 
 LIBCUDA: Final = "VLLMSNAPSHOT_LIBCUDA"
 LIBNVML: Final = "VLLMSNAPSHOT_LIBNVML"
@@ -72,10 +74,6 @@ MEMORY: Final = "gpuMemoryBytes"
 MIG: Final = "gpuMig"
 """Facts of the node, compared for equality."""
 
-UUID: Final = "gpuUuid"
-MEMORY_USED: Final = "gpuMemoryUsedBytes"
-"""Facts of the captured processes, recorded; see `identity.NOT_COMPARED`."""
-
 _DEVICE: Final = re.compile(r"/dev/nvidia(\d+)")
 
 
@@ -102,17 +100,28 @@ class DriverError(Exception):
         self.code = code
 
 
-class Unusable(DriverError):
+class UnusableError(DriverError):
     """No helper can be started: there is no driver, or it does not initialise."""
 
 
 # --- the agent's side of the helper ----------------------------------------------------------------------------------
 
 
+Wait = Callable[[socket.socket, float], bool]
+"""Wait until there is something to read, at most so many seconds; False if there is not."""
+
+
+def _readable(connection: socket.socket, seconds: float) -> bool:
+    poll = select.poll()
+    poll.register(connection, select.POLLIN)
+    return bool(poll.poll(seconds * 1000))
+
+
 class _Helper:
     """One helper process. After any DriverError without a code it must be ended."""
 
-    def __init__(self, env: Mapping[str, str]) -> None:
+    def __init__(self, env: Mapping[str, str], wait: Wait) -> None:
+        self._wait = wait
         ours, theirs = socket.socketpair()
         import vllmsnapshot_child
 
@@ -157,11 +166,9 @@ class _Helper:
     def _receive(self, deadline: float) -> bytes | None:
         """A line; empty if the helper has died, None if the time has ended."""
         data = b""
-        poll = select.poll()
-        poll.register(self._socket, select.POLLIN)
         while not data.endswith(b"\n"):
             left = deadline - time.monotonic()
-            if left <= 0 or not poll.poll(left * 1000):
+            if left <= 0 or not self._wait(self._socket, left):
                 return None
             piece = self._socket.recv(1 << 16)
             if not piece:
@@ -227,14 +234,23 @@ class Cuda:
 
     name = "cuda"
 
-    def __init__(self, *, limits: Limits | None = None, proc: Path = Path("/proc"), env: Mapping[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        limits: Limits | None = None,
+        proc: Path = Path("/proc"),
+        env: Mapping[str, str] | None = None,
+        wait: Wait = _readable,
+    ) -> None:
         """`env` is the helper's environment, by default the agent's. Starts nothing."""
+        self._wait = wait
         self._limits = limits or Limits()
         self._proc = proc
         self._env = dict(os.environ if env is None else env)
         self._mutex = threading.Lock()
         self._idle: list[_Helper] = []
         self._undead: list[_Helper] = []
+        self._moved: set[tuple[int, int]] = set()
         self._lost: dict[tuple[int, int], str] = {}
         self.started = 0
         """Helpers started so far."""
@@ -250,12 +266,12 @@ class Cuda:
                     return helper
                 helper.end(0)
             self.started += 1
-        helper = _Helper(self._env)
+        helper = _Helper(self._env, self._wait)
         try:
             helper.call("Init", self._limits.start)
         except DriverError as e:
             self._end(helper)
-            raise Unusable(f"the driver cannot be used: {e}") from e
+            raise UnusableError(f"the driver cannot be used: {e}") from e
         except BaseException:
             self._end(helper)
             raise
@@ -333,7 +349,8 @@ class Cuda:
             raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED), str(e)) from e
         device = self._supported(facts, {n for p in users for n in self._held(p)}, CaptureError)
         used = device["used"]
-        return {UUID: device["uuid"], **({} if used is None else {MEMORY_USED: str(used)})}
+        pids = " ".join(str(n) for n in sorted(p.ns_pid for p in users))
+        return {UUID: device["uuid"], PIDS: pids, **({} if used is None else {MEMORY_USED: str(used)})}
 
     def before_dump(self, processes: Sequence[Process]) -> None:
         """Lock and checkpoint every CUDA process; after a failure they all run again. Raises CaptureError.
@@ -348,6 +365,9 @@ class Cuda:
                     self._resume(session, users)
             except DriverError as e:
                 raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED), f"before the checkpoint: {e}") from e
+            with self._mutex:
+                self._moved = {k for k in self._moved if (self._proc / str(k[0])).exists()}
+                self._moved |= {(p.pid, p.start_time) for p in users}
             try:
                 for p in users:
                     self._step(session, p, "Lock", LOCKED)
@@ -365,58 +385,41 @@ class Cuda:
         """Let every CUDA process run again, whatever state it is in. Raises CaptureError(GPU_STATE_LOST) if one cannot."""
         with self._session() as session:
             try:
-                users = self._users(session, processes)
-            except DriverError:
-                try:
-                    users = self._users(session, processes)
-                except DriverError as e:
-                    raise CaptureError(Reason.GPU_STATE_LOST, f"the state of the engine on the GPU is not known: {e}") from e
+                users = _twice(lambda: self._users(session, processes))
+            except DriverError as e:
+                # Of processes that nobody has moved, it is what it was.
+                moved = any((p.pid, p.start_time) in self._moved for p in processes)
+                reason = Reason.GPU_STATE_LOST if moved else _reason(e, Reason.GPU_CHECKPOINT_FAILED)
+                raise CaptureError(reason, f"the state of the engine on the GPU is not known: {e}") from e
             self._resume(session, users)
 
     def _resume(self, session: _Session, users: Sequence[Process]) -> None:
-        """Restore, then unlock, the last one first. Every call that fails is tried once more, but for want of memory.
+        """Restore, then unlock, the last one first; all of it once more after a failure, but for want of memory.
 
         Raises CaptureError(GPU_STATE_LOST).
         """
-        for op, state in (("Restore", CHECKPOINTED), ("Unlock", LOCKED)):
-            for p in reversed(users):
-                try:
-                    self._undo(session, p, op, state)
-                except DriverError as e:
-                    self._lose(p, str(e))
-                    raise CaptureError(
-                        Reason.GPU_STATE_LOST, f"process {p.ns_pid} ({p.comm}) cannot be resumed on the GPU: {e}"
-                    ) from e
-        for p in reversed(users):
-            try:
-                if self._alive(p):
-                    self._expect(session, p, RUNNING)
-            except DriverError as e:
-                raise CaptureError(
-                    Reason.GPU_STATE_LOST, f"process {p.ns_pid} ({p.comm}) cannot be resumed on the GPU: {e}"
-                ) from e
-
-    def _undo(self, session: _Session, p: Process, op: str, state: int) -> None:
-        """Take one process out of `state`, if it is there."""
-        for attempt in (1, 2):
-            if not self._alive(p):
-                return
-            if (p.pid, p.start_time) in self._lost:
-                # A second restore after one that failed finds the driver confused (cuda-checkpoint#44).
-                raise DriverError(self._lost[p.pid, p.start_time])
-            try:
-                if self._state(session, p) == state:
-                    self._step(session, p, op, LOCKED if op == "Restore" else RUNNING)
-                return
-            except DriverError as e:
-                if attempt == 2 or e.code == OUT_OF_MEMORY:
-                    raise
-                log.warning("GPU: %s; tried again", e)
-
-    def _lose(self, p: Process, why: str) -> None:
+        try:
+            _twice(lambda: self._undo(session, users))
+        except DriverError as e:
+            with self._mutex:
+                self._lost = {k: v for k, v in self._lost.items() if (self._proc / str(k[0])).exists()}
+                self._lost |= {(p.pid, p.start_time): str(e) for p in users}
+            raise CaptureError(Reason.GPU_STATE_LOST, f"the engine cannot be resumed on the GPU: {e}") from e
         with self._mutex:
-            self._lost = {k: v for k, v in self._lost.items() if (self._proc / str(k[0])).exists()}
-            self._lost[p.pid, p.start_time] = why
+            self._moved -= {(p.pid, p.start_time) for p in users}
+
+    def _undo(self, session: _Session, users: Sequence[Process]) -> None:
+        """Take every process out of the state that it is in. Raises DriverError."""
+        for op, state, then in (("Restore", CHECKPOINTED, LOCKED), ("Unlock", LOCKED, RUNNING)):
+            for p in reversed(users):
+                if (p.pid, p.start_time) in self._lost:
+                    # A second restore after one that failed finds the driver confused (cuda-checkpoint#44).
+                    raise DriverError(self._lost[p.pid, p.start_time])
+                if self._alive(p) and self._state(session, p) == state:
+                    self._step(session, p, op, then)
+        for p in reversed(users):
+            if self._alive(p):
+                self._expect(session, p, RUNNING)
 
     def _let_go(self, users: Sequence[Process]) -> None:
         """Insist that no descriptor of the driver is left: CRIU cannot dump one, and does not say which library has it."""
@@ -452,8 +455,9 @@ class Cuda:
         try:
             with self._session() as session:
                 users = self._users(session, processes)
-                if not users:
-                    raise DriverError("the driver knows none of the restored processes")
+                missing = {int(n) for n in recorded.get(PIDS, "").split()} - {p.ns_pid for p in users}
+                if missing:
+                    raise DriverError(f"the driver does not know the restored processes {sorted(missing)}")
                 for p in users:
                     self._expect(session, p, CHECKPOINTED)
                 pairs = self._pairs(session, container, recorded[UUID])
@@ -476,23 +480,27 @@ class Cuda:
     def before_terminate(self, processes: Sequence[Process]) -> None:
         """Lock and checkpoint: killed while its context lives, a restored process can take the host down (cuda-checkpoint#53).
 
-        Every process is tried, each once. Raises AgentError with what failed.
+        Every process is tried, each twice. Raises AgentError with what failed.
         """
         failed = []
         with self._session() as session:
             for p in processes:
                 try:
-                    state = self._state(session, p) if self._alive(p) else None
-                    if state == RUNNING:
-                        self._step(session, p, "Lock", LOCKED)
-                    if state in (RUNNING, LOCKED):
-                        self._step(session, p, "Checkpoint", CHECKPOINTED)
+                    _twice(lambda p=p: self._suspend(session, p))  # type: ignore[misc]
                 except DriverError as e:
                     failed.append(str(e))
-                    if isinstance(e, Unusable):
+                    if isinstance(e, UnusableError):
                         break
         if failed:
             raise AgentError(Reason.GPU_STATE_LOST, f"not checkpointed before its end: {'; '.join(failed)}")
+
+    def _suspend(self, session: _Session, p: Process) -> None:
+        # Without a descriptor of the driver there is nothing on the GPU. A half-made process would not even answer.
+        state = self._state(session, p) if self._descriptors(p) else None
+        if state == RUNNING:
+            self._step(session, p, "Lock", LOCKED)
+        if state in (RUNNING, LOCKED):
+            self._step(session, p, "Checkpoint", CHECKPOINTED)
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
@@ -508,13 +516,21 @@ class Cuda:
 
         users = []
         for p in sorted(processes, key=lambda p: (-depth(p.pid), p.ns_pid)):
-            if not self._alive(p):
+            if not self._alive(p) or not self._may_use(p):
                 continue
             if self._state(session, p) is not None:
                 users.append(p)
-            elif self._held(p):
-                raise DriverError(f"process {p.ns_pid} ({p.comm}) has a GPU open, but the driver does not know it")
+            elif self._held(p) or (p.pid, p.start_time) in self._moved:
+                raise DriverError(f"process {p.ns_pid} ({p.comm}) uses a GPU, but the driver does not know it")
         return users
+
+    def _may_use(self, p: Process) -> bool:
+        """Without the driver's library there is no CUDA: a replica on CPU never depends on a driver."""
+        try:
+            with open(self._proc / str(p.pid) / "maps", errors="surrogateescape") as f:
+                return any("/libcuda.so" in line for line in f) or bool(self._descriptors(p))
+        except OSError:
+            return self._alive(p)
 
     def _state(self, session: _Session, p: Process) -> int | None:
         """The process's state; None if it does not use CUDA."""
@@ -571,7 +587,9 @@ class Cuda:
             )
         if len(minors) > 1:
             names = ", ".join(f"/dev/nvidia{n}" for n in sorted(minors))
-            raise error(reason, f"more than one GPU in the replica: {names}; set nvidia.com/gpu: 1 and unset NVIDIA_VISIBLE_DEVICES")
+            raise error(
+                reason, f"more than one GPU in the replica: {names}; set nvidia.com/gpu: 1 and unset NVIDIA_VISIBLE_DEVICES"
+            )
         found = [d for d in facts["devices"] if d["minor"] in minors]
         if not found:
             raise error(reason, f"the replica's GPU (/dev/nvidia{'*' if not minors else min(minors)}) is none of the node's")
@@ -583,6 +601,17 @@ class Cuda:
         return device
 
 
+def _twice(operation: Callable[[], _T]) -> _T:
+    """Try again after a failure, but not after one for want of memory. Raises DriverError."""
+    try:
+        return operation()
+    except DriverError as e:
+        if e.code == OUT_OF_MEMORY:
+            raise
+        log.warning("GPU: %s; tried again", e)
+    return operation()
+
+
 def _name(state: int | None) -> str:
     if state is None:
         return "no CUDA process"
@@ -590,7 +619,7 @@ def _name(state: int | None) -> str:
 
 
 def _reason(error: DriverError, reason: str) -> str:
-    return Reason.GPU_UNAVAILABLE if isinstance(error, Unusable) else reason
+    return Reason.GPU_UNAVAILABLE if isinstance(error, UnusableError) else reason
 
 
 def _visible(container: Container) -> set[int]:
@@ -609,8 +638,6 @@ def _visible(container: Container) -> set[int]:
 def choose(wanted: str, *, dev: Path = Path("/dev"), env: Mapping[str, str] | None = None) -> Accelerator:
     """The accelerator for the setting `auto`, `cpu` or `cuda`. Does not fail: a GPU that cannot be used is one that no replica
     is captured on."""
-    from .accelerator import Cpu
-
     if wanted == "cpu":
         return Cpu()
     cuda = Cuda(env=env)

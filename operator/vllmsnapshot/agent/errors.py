@@ -14,7 +14,7 @@ class AgentError(Exception):
 
 
 class CaptureError(AgentError):
-    """A capture failed; the tree runs on."""
+    """A capture failed; the tree runs on, unless the reason is GPU_STATE_LOST."""
 
 
 class RestoreError(AgentError):

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Final
 
 from . import namespaces
+from .accelerator import RECORDED
 from .containers import Container, Mount, Process, read_process
 
 KERNEL: Final = "kernelRelease"
@@ -28,8 +29,8 @@ CRIU: Final = "criu"
 LAYERS: Final = "imageLayers"
 BOOT: Final = "bootId"
 
-NOT_COMPARED: Final = frozenset({BOOT, CPU, CPU_FLAGS, LAYERS})
-"""Recorded; compared otherwise (flags, layers) or not at all (for people)."""
+NOT_COMPARED: Final = frozenset({BOOT, CPU, CPU_FLAGS, LAYERS}) | RECORDED
+"""Recorded; compared otherwise (flags, layers, the accelerator's) or not at all (for people)."""
 
 DIGEST_LIMIT: Final = 64 << 20
 """Files outside the image's layers up to this size (bytes) are digested; of larger ones size and time must do."""

@@ -14,8 +14,8 @@ from vllmsnapshot_child.protocol import Oracle, ProtocolError
 
 from ..api import constants as c
 from ..api.constants import Reason
-from . import capture, doctor, identity, restore
-from .accelerator import Accelerator, Cpu
+from . import capture, cuda, doctor, identity, restore
+from .accelerator import Accelerator
 from .config import Config
 from .containers import Container, find
 from .criu import Criu, CriuError
@@ -36,7 +36,7 @@ class LocalOps:
         """Raises StoreError if the store cannot be used. The caller must be the only agent of the node: see `app.lock_node`."""
         self._kubelet_dir = Path(config.kubelet_dir)
         self._criu = Criu(prefix=Path(config.criu_prefix), cgroup_root=Path(config.cgroup_root))
-        self._accelerator = accelerator or Cpu()
+        self._accelerator = accelerator or cuda.choose(config.accelerator)
         self._proc = proc
         self.store = Store(Path(config.store_dir))
         self.store.recover()
@@ -112,7 +112,17 @@ class LocalOps:
     def clear(self, pod: PodRef) -> None:
         """Kill everything in the container but PID 1 and wait until it is gone."""
         with self._container(pod, RestoreError, Reason.RESTORE_DIED) as container, contextlib.suppress(ProcessLookupError):
+            self._before_end(container)
             restore.clear(container)
+
+    def _before_end(self, container: Container) -> None:
+        """Make the tree safe to kill; it is killed in any case."""
+        try:
+            self._accelerator.before_terminate(container.descendants())
+        except ProcessLookupError:
+            pass  # it has ended by itself
+        except (OSError, AgentError):
+            log.exception("before the end of process %d", container.pid)
 
     def end(self, pod: PodRef, started_before: float) -> None:
         """Kill PID 1 of the container if it started before this time (Unix seconds)."""
@@ -120,6 +130,7 @@ class LocalOps:
             ticks = os.sysconf("SC_CLK_TCK")
             boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
             if boot + container.init.start_time / ticks < started_before:
+                self._before_end(container)
                 signal.pidfd_send_signal(container.pidfd, signal.SIGKILL)
 
     def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
@@ -139,13 +150,28 @@ class LocalOps:
                     "foreign": foreign,
                 },
             )
-            result = capture.capture(container, request, self.store, self._criu, self._accelerator, on_resumed=on_resumed)
+            with self._ended_if_lost(container):
+                result = capture.capture(container, request, self.store, self._criu, self._accelerator, on_resumed=on_resumed)
             return _stored(result.manifest)
+
+    @contextlib.contextmanager
+    def _ended_if_lost(self, container: Container) -> Iterator[None]:
+        """End a replica that lost its state on the GPU: it would wait for ever. The kubelet restarts the container."""
+        try:
+            yield
+        except CaptureError as e:
+            if e.reason == Reason.GPU_STATE_LOST:
+                log.error("the replica is ended: %s", e)  # noqa: TRY400
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(container.pidfd, signal.SIGKILL)
+            raise
 
     def resume(self, pod: PodRef) -> None:
         """Let a tree run on that an interrupted capture left stopped."""
         with self._container(pod, CaptureError, Reason.SOURCE_GONE) as container, contextlib.suppress(ProcessLookupError):
             capture.resume(container)
+            with self._ended_if_lost(container):
+                self._accelerator.after_dump(container.descendants())
 
 
 def _stored(manifest: Manifest) -> Stored:

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import contextlib
 import encodings.ascii
-import encodings.idna
 import encodings.latin_1
 import encodings.utf_8  # noqa: F401
 import fcntl
@@ -177,7 +176,7 @@ def _dup_above(fd: int, least: int) -> int:
 
 
 def run(task: dict[str, Any]) -> int:
-    """Do the task; returns CRIU's exit status (0 where there was nothing to run)."""
+    """Do the task; returns CRIU's exit status."""
     status: int = task["status"]
     abort = _Abort() if task["gentle"] else None
     namespaces.die_with_parent(signal.SIGTERM if abort else signal.SIGKILL)
@@ -190,12 +189,10 @@ def run(task: dict[str, Any]) -> int:
         with contextlib.suppress(OSError):
             os.write(fd, b"0")
         os.close(fd)
-    loader = _loader(task["prefix"]) if task["argv"] else -1
+    loader = _loader(task["prefix"])
     namespaces.setns(task["pidfd"], namespaces.CLONE_NEWPID)
     if task["last_pid"]:
         _raise_pids(task["last_pid"])
-    if not task["argv"]:
-        return 0
     namespaces.setns(task["pidfd"], namespaces.JOINED)
     os.chdir("/")
     started = time.monotonic()

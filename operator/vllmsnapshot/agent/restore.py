@@ -123,7 +123,7 @@ def _restore(
     lost = set(manifest.pids) - {p.ns_pid for p in tree if not p.zombie}
     if lost:
         raise RestoreError(Reason.RESTORE_DIED, f"processes {sorted(lost)} of the tree were not there after the restore")
-    accelerator.after_restore(sorted(tree, key=lambda p: p.ns_pid != manifest.root_pid))
+    accelerator.after_restore(container, manifest.environment, sorted(tree, key=lambda p: p.ns_pid != manifest.root_pid))
     return phases
 
 
@@ -146,6 +146,7 @@ def _check_place(container: Container, manifest: Manifest, criu: Criu, accelerat
     for pid in manifest.pids:
         if pid in taken:
             raise RestoreError(Reason.RESTORE_FAILED, f"PID {pid} is taken by {taken[pid].comm} ({taken[pid].state})")
+    accelerator.before_restore(container, manifest.environment)
     limit = memory_limit(container, criu.cgroup_root)
     needed = manifest.memory_bytes + MEMORY_MARGIN
     if limit is not None and needed > limit:

@@ -136,3 +136,11 @@ class Reason:
     INVALID_SPEC: Final = "InvalidSpec"
     AS_EXPECTED: Final = "AsExpected"
     ENVIRONMENT_CHANGED: Final = "EnvironmentChanged"
+
+    # GPU (captures and restores)
+    GPU_UNAVAILABLE: Final = "GpuUnavailable"
+    GPU_NOT_SUPPORTED: Final = "GpuNotSupported"
+    GPU_CHECKPOINT_FAILED: Final = "GpuCheckpointFailed"
+    GPU_STATE_LOST: Final = "GpuStateLost"
+    GPU_RESTORE_FAILED: Final = "GpuRestoreFailed"
+    INSUFFICIENT_GPU_MEMORY: Final = "InsufficientGpuMemory"

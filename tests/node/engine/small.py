@@ -56,10 +56,10 @@ def pattern(seed: int, size: int) -> bytes:
 
 
 class Shared:
-    """A file in /dev/shm, mapped; the name goes to the helper."""
+    """A file in /dev/shm, mapped; the name goes to the helper. (SMALL_SHM: elsewhere, where /dev/shm is the machine's.)"""
 
     def __init__(self, size: int, name: str | None = None) -> None:
-        self.name = name or f"/dev/shm/small-{os.urandom(6).hex()}"
+        self.name = name or f"{os.environ.get('SMALL_SHM', '/dev/shm')}/small-{os.urandom(6).hex()}"
         fd = os.open(self.name, os.O_RDWR | (os.O_CREAT | os.O_EXCL if name is None else 0), 0o600)
         try:
             if name is None:
