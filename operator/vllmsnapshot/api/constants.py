@@ -133,6 +133,7 @@ class Reason:
     NAME_CONFLICT: Final = "NameConflict"
     POD_UNSCHEDULABLE: Final = "PodUnschedulable"
     POD_REJECTED: Final = "PodRejected"
+    SERVICE_REJECTED: Final = "ServiceRejected"
     INVALID_SPEC: Final = "InvalidSpec"
     AS_EXPECTED: Final = "AsExpected"
     ENVIRONMENT_CHANGED: Final = "EnvironmentChanged"

@@ -21,9 +21,6 @@ from .world import Claim, Content, controlled_by, rfc3339
 
 log = logging.getLogger(__name__)
 
-SERVICE_REJECTED = "ServiceRejected"
-"""Reason of Degraded: the API server refused the Service (quota, admission)."""
-
 PODS_OF_ALL = pods.selector_text({c.LABEL_MANAGED_BY: c.MANAGED_BY, c.LABEL_ROLE: c.ROLE_REPLICA})
 
 
@@ -188,7 +185,7 @@ def _refusal(action: p.Action, e: ApiError) -> Problem | None:
         case p.CreateContent():
             return Problem(c.Reason.CAPTURE_FAILED, f"the capture of pod {action.source.name} was refused: {e.message or e}")
         case p.CreateService() | p.UpdateService():
-            return Problem(SERVICE_REJECTED, e.message or str(e))
+            return Problem(c.Reason.SERVICE_REJECTED, e.message or str(e))
     return None
 
 
