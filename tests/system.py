@@ -277,14 +277,21 @@ def local_cluster(
 
 @contextlib.contextmanager
 def suite_cluster(name: str, images: Sequence[str], *, model: bool = False) -> Iterator[Cluster]:
-    """`local_cluster` for a test suite, taken down whatever happens. With VLLMSNAPSHOT_KEEP set it is kept for the next run."""
+    """`local_cluster` for a test suite, taken down whatever happens. With VLLMSNAPSHOT_KEEP set it is kept for the next run.
+
+    Two runs of a suite at the same time would take each other's cluster down: the second one waits.
+    """
+    from tests.cluster import cache
+
     keep = bool(os.environ.get("VLLMSNAPSHOT_KEEP"))
-    cluster = local_cluster(name, images, Progress(), model=model, fresh=not keep)
-    try:
-        yield cluster
-    finally:
-        if not keep:
-            cluster.down()
+    progress = Progress()
+    with cache.lock(f"suite-{name}", on_wait=lambda: progress.note(f"another run uses cluster {name}; waiting for it")):
+        cluster = local_cluster(name, images, progress, model=model, fresh=not keep)
+        try:
+            yield cluster
+        finally:
+            if not keep:
+                cluster.down()
 
 
 def diagnose(backend: Backend) -> None:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
+import subprocess
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from vllmsnapshot.agent import identity
-from vllmsnapshot.agent.containers import Mount, parse_mountinfo
+from vllmsnapshot.agent.containers import Container, Mount, parse_mountinfo
 from vllmsnapshot.agent.identity import Node, compare_node
 
 HERE = {
@@ -119,3 +122,63 @@ def test_mountinfo_of_both_mount_apis() -> None:
         assert found.kind == "overlay"
     (bind,) = parse_mountinfo(r"1 2 0:42 /sub\040dir /a\040b rw - ext4 /dev/sda rw")
     assert (bind.root, bind.point) == ("/sub dir", "/a b")
+
+
+@contextlib.contextmanager
+def running(**environment: str) -> Iterator[Container]:
+    """A process that has come so far as to answer: right after exec its environment still reads empty."""
+    with subprocess.Popen(["cat"], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env={**os.environ, **environment}) as process:
+        assert process.stdin is not None
+        assert process.stdout is not None
+        process.stdin.write(b"\n")
+        process.stdin.flush()
+        assert process.stdout.readline() == b"\n"
+        with Container(process.pid) as container:
+            yield container
+        process.stdin.close()
+
+
+def of_model(directory: Path) -> list[identity.FileFact]:
+    """What a capture would record of a container whose model is this directory."""
+    with running(**{identity.MODEL_VARIABLE: str(directory)}) as container:
+        facts = identity.file_facts(container, [], staged=[], mounts=[mount("/"), mount(str(directory))])
+        return identity.with_digests(container, facts)
+
+
+def differences(recorded: list[identity.FileFact]) -> list[str]:
+    with running() as container:
+        return identity.compare_files(recorded, container)
+
+
+def test_other_weights_of_the_same_size_and_time_are_another_model(tmp_path: Path) -> None:
+    # Packed weights stay in the image: a restored engine would go on with the old ones, and answer as the old model.
+    large, small = tmp_path / "model.safetensors", tmp_path / "config.json"
+    small.write_text("{}")
+    with large.open("wb") as f:
+        f.truncate(identity.DIGEST_LIMIT + 12345)
+    before = large.stat()
+    recorded = of_model(tmp_path)
+    assert {fact.path for fact in recorded} == {str(large), str(small)}
+    assert differences(recorded) == []
+
+    with large.open("r+b") as f:
+        f.seek(identity.DIGEST_LIMIT // 2)
+        f.write(b"\1" * (8 << 20))
+    os.utime(large, ns=(before.st_atime_ns, before.st_mtime_ns))
+    assert differences(recorded) == [f"file {large}: other content"]
+
+
+def test_a_model_that_was_downloaded_again_is_the_same(tmp_path: Path) -> None:
+    large = tmp_path / "model.safetensors"
+    with large.open("wb") as f:
+        f.truncate(identity.DIGEST_LIMIT + 1)
+    recorded = of_model(tmp_path)
+    os.utime(large, (1, 1))
+    assert differences(recorded) == []
+
+
+def test_a_missing_model_file_is_named(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text("{}")
+    recorded = of_model(tmp_path)
+    (tmp_path / "config.json").unlink()
+    assert differences(recorded) == [f"file {tmp_path}/config.json: No such file or directory"]

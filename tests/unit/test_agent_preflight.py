@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import signal
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
+from vllmsnapshot.agent import containers
 from vllmsnapshot.agent.capture import find_tree
 from vllmsnapshot.agent.containers import Process, descendants, in_pod, read_process
 from vllmsnapshot.agent.errors import CaptureError
@@ -108,3 +110,23 @@ def test_a_process_may_call_itself_anything(tmp_path: Path) -> None:
     (directory / "status").write_text("Name:\tx\n")
     with pytest.raises(ValueError, match="ended"):
         read_process(tmp_path, 7)
+
+
+def test_a_process_that_is_about_to_stop_is_resumed_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    # CRIU leaves by SIGSTOP. A process that has not got to it yet reads R or S; without a SIGCONT it would stop for ever.
+    told: list[tuple[int, int]] = []
+
+    def send(process: Process, number: int, *, proc: Path) -> bool:
+        told.append((process.pid, number))
+        return True
+
+    class Tree:
+        proc = Path("/proc")
+
+        def descendants(self) -> list[Process]:
+            states = {10: "T", 11: "R", 12: "S", 13: "t"}
+            return [process(pid, 0, 10, state=state) for pid, state in states.items()]
+
+    monkeypatch.setattr(containers, "send", send)
+    assert containers.resume_all(cast(containers.Container, Tree())) == 2
+    assert told == [(pid + INIT, signal.SIGCONT) for pid in (10, 11, 12, 13)]

@@ -33,7 +33,13 @@ NOT_COMPARED: Final = frozenset({BOOT, CPU, CPU_FLAGS, LAYERS}) | RECORDED
 """Recorded; compared otherwise (flags, layers, the accelerator's) or not at all (for people)."""
 
 DIGEST_LIMIT: Final = 64 << 20
-"""Files outside the image's layers up to this size (bytes) are digested; of larger ones size and time must do."""
+"""Files outside the image's layers up to this size (bytes) are digested whole; of larger ones evenly spaced samples are."""
+SAMPLES: Final = 64
+SAMPLE_BYTES: Final = 64 << 10
+
+MODEL_VARIABLE: Final = "VLLMSNAPSHOT_MODEL"
+MODEL_FILES: Final = 4096
+"""Files of a model directory that are looked at."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -176,7 +182,10 @@ def file_facts(
     upper: Collection[str] = (),
     mounts: Sequence[Mount],
 ) -> list[FileFact]:
-    """Every regular file that the processes have mapped or open, but those that travel with the image.
+    """Every regular file that the processes have mapped or open, and those of the model, but those that travel with the image.
+
+    The model's are neither mapped nor open any more, but their content lives on in the image: weights that vLLM has packed for a
+    CPU kernel are not read again.
 
     `staged`: directories (paths in the container) that travel; `upper`: files of the root file system that do, without leading
     slash. Cheap: no file is read. A file that cannot be found is left to CRIU, which names it. Raises OSError.
@@ -195,6 +204,7 @@ def file_facts(
                 paths.add(link)
     facts = []
     with namespaces.opened(container.open_root()) as root:
+        paths |= set(model_files(container, root))
         for path in sorted(paths):
             on = mount_of(path, mounts)
             # A volume mounted below a staged directory does not travel.
@@ -209,6 +219,24 @@ def file_facts(
     return facts
 
 
+def model_files(container: Container, root: int) -> list[str]:
+    """Paths of the files of the model, where it is a directory of the container (by the environment of PID 1)."""
+    directory = ""
+    with contextlib.suppress(OSError):
+        for item in container.text("environ").split("\0"):
+            name, _, value = item.partition("=")
+            if name == MODEL_VARIABLE and value.startswith("/"):
+                directory = value.rstrip("/")
+    if not directory:
+        return []
+    try:
+        fd = namespaces.open_in_root(root, directory, os.O_RDONLY | os.O_DIRECTORY)
+    except OSError:
+        return []  # no directory, or gone: vLLM will say so
+    with namespaces.opened(fd):
+        return [f"{directory}/{name}" for name in sorted(os.listdir(fd))[:MODEL_FILES]]
+
+
 def mount_of(path: str, mounts: Iterable[Mount]) -> str:
     """The mount point that a path lies on."""
     best = "/"
@@ -219,11 +247,11 @@ def mount_of(path: str, mounts: Iterable[Mount]) -> str:
 
 
 def with_digests(container: Container, facts: Iterable[FileFact]) -> list[FileFact]:
-    """The facts with digests of the files that are no part of the image, where they are small enough."""
+    """The facts with digests of the files that are no part of the image."""
     done = []
     with namespaces.opened(container.open_root()) as root:
         for fact in facts:
-            digest = None if fact.image or fact.size > DIGEST_LIMIT else _digest(root, fact.path)
+            digest = None if fact.image else _digest(root, fact.path)
             done.append(FileFact(path=fact.path, size=fact.size, mtime_ns=fact.mtime_ns, image=fact.image, digest=digest))
     return done
 
@@ -234,9 +262,24 @@ def _digest(root: int, path: str) -> str | None:
     except OSError:
         return None
     with open(fd, "rb") as f:
-        if not stat.S_ISREG(os.fstat(fd).st_mode) or os.fstat(fd).st_size > DIGEST_LIMIT:
+        info = os.fstat(fd)
+        if not stat.S_ISREG(info.st_mode):
             return None
-        return hashlib.file_digest(f, "sha256").hexdigest()
+        if info.st_size <= DIGEST_LIMIT:
+            return hashlib.file_digest(f, "sha256").hexdigest()
+        return _sampled(fd, info.st_size)
+
+
+def _sampled(fd: int, size: int) -> str:
+    """A digest of evenly spaced samples, the first and the last bytes among them.
+
+    Other weights differ everywhere, so a few megabytes tell them apart; reading all of a large model at every restore would take
+    longer than the restore. It is no protection against somebody who changes a file on purpose between the samples.
+    """
+    word = hashlib.sha256(f"sampled {size}".encode())
+    for index in range(SAMPLES):
+        word.update(os.pread(fd, SAMPLE_BYTES, (size - SAMPLE_BYTES) * index // (SAMPLES - 1)))
+    return f"sampled:{word.hexdigest()}"
 
 
 def compare_image(recorded: Mapping[str, str], container: Container) -> list[str]:
