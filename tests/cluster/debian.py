@@ -13,7 +13,6 @@ from tests.cluster.process import contained, run
 from tests.cluster.progress import Progress
 
 SUITE: Final = "bookworm"
-DEFAULT_MIRROR: Final = "http://deb.debian.org/debian"
 #: The environment variable that names another mirror.
 MIRROR_VARIABLE: Final = "VLLMSNAPSHOT_DEBIAN_MIRROR"
 #: What python:3.11-slim-bookworm has and minbase lacks.
@@ -32,8 +31,8 @@ _DROPPED: Final = (
 )
 
 
-def mirror() -> str:
-    """The Debian mirror that this machine uses."""
+def mirror() -> str | None:
+    """The Debian mirror that this machine uses; None if it uses none (it is no Debian): debootstrap and images know theirs."""
     if chosen := os.environ.get(MIRROR_VARIABLE):
         return chosen
     if shutil.which("apt-get") is not None:
@@ -45,7 +44,7 @@ def mirror() -> str:
             found = re.fullmatch(rf"{SUITE} Debian (\S+)", line.strip())
             if found:
                 return found[1].rstrip("/")
-    return DEFAULT_MIRROR
+    return None
 
 
 def apt_settings() -> str:
@@ -64,10 +63,11 @@ def base_image(progress: Progress) -> oci.Image:
         root = directory / "root"
         with progress.step(f"debootstrap {SUITE}"):
             include = f"--include={','.join(_PACKAGES)}"
+            where = [found] if (found := mirror()) else []
             run(
                 # Contained above all because it mounts /proc and /sys in the new root: left behind by a kill, they would
                 # be in the way of whoever removes it.
-                contained(["debootstrap", "--variant=minbase", include, SUITE, root, mirror()]),
+                contained(["debootstrap", "--variant=minbase", include, SUITE, root, *where]),
                 log=directory / "debootstrap.log",
                 env={"PATH": host.search_path()},
                 timeout=1800,

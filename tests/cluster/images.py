@@ -175,7 +175,7 @@ class Builder:
         dockerfile = ROOT / recipe.dockerfile
         # Whatever image the Dockerfile names by default: no registry is asked, the base is ours. The stand-in has a
         # plain name because the context's name becomes part of an option.
-        arguments = {"BASE": "base", "DEBIAN_MIRROR": debian.mirror(), **recipe.arguments}
+        arguments = {"BASE": "base", "DEBIAN_MIRROR": debian.mirror() or "", **recipe.arguments}
         command: list[str | Path] = [
             self._buildctl,
             f"--addr=unix://{self._socket}",
