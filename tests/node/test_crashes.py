@@ -55,12 +55,14 @@ async def test_a_crashed_engine_is_restored_in_the_same_pod(how: str, make: Make
         assert node.kill(uid, "vllmsnapshot_child.server")
 
     async def back() -> Object | None:
+        # Readiness and report are two writes: for a moment a Ready pod still carries the report of the container before.
         pod = await snap.pod(seed["metadata"]["name"])
-        return pod if restarts(pod) == 1 and condition(pod, "Ready") == "True" else None
+        told = (report(pod).restarts, report(pod).state) == (1, "Serving")
+        return pod if restarts(pod) == 1 and condition(pod, "Ready") == "True" and told else None
 
     pod = await snap.system.until("the pod to be ready again", back, 60)
     assert pod["metadata"]["uid"] == uid
-    assert (report(pod).start, report(pod).content, report(pod).restarts) == (c.START_RESTORE, content, 1)
+    assert (report(pod).start, report(pod).content) == (c.START_RESTORE, content)
     assert await snap.ask(pod) == answer()
     snap.never_wrong(answer())
     assert snap.ticks(pod)[0] >= 0
