@@ -11,7 +11,7 @@ from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec
 from vllmsnapshot.controller import plan as p
 from vllmsnapshot.controller import pods
-from vllmsnapshot.controller.world import Claim, Content, Observed, Replica, ServiceView
+from vllmsnapshot.world import Claim, Content, Observed, Replica, ServiceView
 
 NOW = 10_000.0
 SERVICE = ServiceView(uid="s", ours=True, current=True)

@@ -18,7 +18,7 @@ from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec
 from vllmsnapshot.controller import plan as p
 from vllmsnapshot.controller import pods, status
-from vllmsnapshot.controller.world import Claim, Content, Observed, Replica, ServiceView, newest
+from vllmsnapshot.world import Claim, Content, Observed, Replica, ServiceView, newest
 
 NODES = ("n1", "n2", "n3")
 replace = dataclasses.replace

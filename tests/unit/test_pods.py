@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodSettings, VLLMSnapshotSpec
 from vllmsnapshot.controller import pods
-from vllmsnapshot.controller.world import Claim, Replica
+from vllmsnapshot.world import Claim, Replica
 
 CLAIM = Claim(namespace="ns", name="smol", uid="u-1")
 

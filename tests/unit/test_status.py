@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 
+from vllmsnapshot import world
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import (
     ArtifactRecord,
@@ -16,10 +17,10 @@ from vllmsnapshot.api.types import (
     VLLMSnapshotSpec,
     VLLMSnapshotStatus,
 )
-from vllmsnapshot.controller import events, pods, status, world
+from vllmsnapshot.controller import events, pods, status
 from vllmsnapshot.controller.plan import Gate
 from vllmsnapshot.controller.status import Problem
-from vllmsnapshot.controller.world import Claim, Content, Observed, Replica, ServiceView, rfc3339, timestamp
+from vllmsnapshot.world import Claim, Content, Observed, Replica, ServiceView, rfc3339, timestamp
 
 R = c.Reason
 NOW = 1_800_000_000.0
@@ -94,6 +95,7 @@ def test_counts_and_record() -> None:
     assert made.observed_generation == 3
     assert made.selector == f"{c.LABEL_ROLE}=replica,{c.LABEL_SNAPSHOT}=smol"
     assert made.revision == NEW.revision
+    assert made.identity == NEW.identity
     assert made.snapshot is not None
     assert (made.snapshot.content, made.snapshot.node, made.snapshot.bytes) == ("c", "node", 7)
     assert made.cold_start_reason == R.NO_ARTIFACT

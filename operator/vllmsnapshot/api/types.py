@@ -428,6 +428,9 @@ class VLLMSnapshotStatus(Model):
     ready: Annotated[str, StringConstraints(max_length=32)] | None = None
     selector: Annotated[str, StringConstraints(max_length=1024)] | None = None
     revision: Annotated[str, StringConstraints(max_length=64)] | None = None
+    identity: Annotated[
+        str | None, StringConstraints(max_length=64), Field(description="Key of the artifacts that fit the spec.")
+    ] = None
     snapshot: SnapshotRecord | None = None
     timings: Timings | None = None
     cold_start_reason: Annotated[Message | None, Field(description="Why the newest replica that started cold did so.")] = None

@@ -12,8 +12,8 @@ from typing import Any
 
 from ..api import constants as c
 from ..api.types import Condition
+from ..world import Claim
 from .pods import digest
-from .world import Claim
 
 REPORTER = f"{c.GROUP}/operator"
 NOTE_LIMIT = 1024

@@ -14,10 +14,10 @@ from typing import Any
 from ..api import constants as c
 from ..api.types import Toggle, VLLMSnapshotSpec
 from ..kube import CONTENTS, PODS, SERVICES, SNAPSHOTS, ApiError, Kube, Object
+from ..world import Claim, Content, controlled_by, rfc3339
 from . import plan as p
 from . import pods, ports
 from .status import Problem
-from .world import Claim, Content, controlled_by, rfc3339
 
 log = logging.getLogger(__name__)
 

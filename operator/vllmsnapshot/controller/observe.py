@@ -11,9 +11,9 @@ from dataclasses import dataclass, replace
 
 from ..api import constants as c
 from ..kube import CONTENTS, NODES, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, Kube, Object
+from ..world import Claim, Content, Observed, Replica, ServiceView, controlled_by, is_true
 from . import pods
 from .plan import plan_orphans
-from .world import Claim, Content, Observed, Replica, ServiceView, controlled_by, is_true
 
 Key = tuple[str, str]
 """Namespace and name of a VLLMSnapshot."""

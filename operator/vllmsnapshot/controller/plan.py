@@ -11,14 +11,14 @@ Invariants (tests/unit/test_plan_properties.py):
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from ..api import constants as c
 from ..api.types import DeletionPolicy, RestorePolicy, Toggle, VLLMSnapshotSpec
+from ..retention import doomed
+from ..world import Claim, Content, Observed, Replica
 from . import pods
-from .world import Claim, Content, Observed, Replica, newest
 
 REPLACE_AFTER_S = 30.0
 """A pod that finished (refused by the kubelet, evicted) is replaced no sooner than this long after its creation: a node that
@@ -358,55 +358,9 @@ def _service(claim: Claim, spec: VLLMSnapshotSpec, observed: Observed) -> Iterat
 
 
 def _retention(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Iterator[DeleteContent]:
-    """Keep `retain` identities per node, counting the current one; remove what was superseded or came to nothing.
-
-    The current one counts where it has no artifact yet too (it is not wanted on every node), but only once it has one
-    anywhere: until then the artifact before it is all there is.
-
-    Never removed: what pods may still restart from, what a starting pod may be reading, and open orders (their agent
-    answers them). Contents of vanished nodes are not this plan's business (`plan_orphans`).
-    """
-    in_use = {replica.identity for replica in observed.pods if not replica.finished} | {identity}
-    exists = any(observed.usable(item) for item in observed.contents if item.identity == identity)
-    by_node: dict[str, list[Content]] = defaultdict(list)
-    for item in observed.contents:
-        if not item.deleting and not item.pending and item.node in observed.nodes:
-            by_node[item.node].append(item)
-    for node in sorted(by_node):
-        starting = [replica for replica in observed.pods if replica.live and replica.node == node and not replica.released]
-        reading = {replica.identity for replica in starting}
-        doomed = _superseded(spec, in_use, by_node[node], observed)
-        kept = [item for item in by_node[node] if item.name not in {gone.name for gone, _ in doomed}]
-        last: dict[str, float] = defaultdict(float)
-        for item in kept:
-            last[item.identity] = max(last[item.identity], item.captured_at)
-        # Identities in use count, so that `retain: 1` means one artifact once a rollout is over.
-        others = sorted(last.keys() - {identity}, key=lambda key: (key not in in_use, -last[key], key))
-        expired = {key for key in others[spec.artifact.retain - exists :] if key not in in_use}
-        doomed += [(item, "beyond artifact.retain") for item in kept if item.identity in expired]
-        for item, why in doomed:
-            if not (observed.usable(item) and item.identity in reading):
-                yield DeleteContent(item, why)
-
-
-def _superseded(
-    spec: VLLMSnapshotSpec, in_use: set[str], contents: list[Content], observed: Observed
-) -> list[tuple[Content, str]]:
-    """Contents of one node that another of the same identity has replaced, and failures beyond those that are counted."""
-    doomed: list[tuple[Content, str]] = []
-    for identity in sorted({item.identity for item in contents}):
-        here = [item for item in contents if item.identity == identity]
-        best = newest(item for item in here if observed.usable(item))
-        others = sorted((item for item in here if item is not best), key=lambda item: (item.captured_at, item.name), reverse=True)
-        if best is not None:
-            doomed += [(item, f"superseded by {best.name}") for item in others]
-            continue
-        # No good one: the failures are the memory of how often it was tried, and what is stale may become true again.
-        failures = [item for item in others if item.failed or item.quarantined]
-        stale = [item for item in others if not (item.failed or item.quarantined)]
-        limit = spec.capture.retries + 1 if identity in in_use else 0
-        doomed += [(item, "came to nothing") for item in failures[limit:]] + [(item, "stale") for item in stale[1:]]
-    return doomed
+    """What `retention.doomed` says: the CLI shows the same."""
+    for content, why in doomed(spec, identity, observed):
+        yield DeleteContent(content, why)
 
 
 def plan_orphans(contents: Iterable[Content], nodes: frozenset[str]) -> list[Content]:

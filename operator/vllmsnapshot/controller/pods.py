@@ -18,7 +18,7 @@ from vllmsnapshot_child.protocol import CONTROL_DIR, PROTOCOL_VERSION
 
 from ..api import constants as c
 from ..api.types import PodMetadata, PodSettings, Toggle, VLLMSnapshotSpec
-from .world import Claim, Replica
+from ..world import Claim, Replica
 
 Object = dict[str, Any]
 

@@ -9,12 +9,12 @@ from collections.abc import Callable
 
 from ..api import constants as c
 from ..kube import EVENTS, SNAPSHOTS, ApiError, Kube
+from ..world import Claim
 from . import events, status
 from .execute import Executor
 from .observe import Key, Observer
 from .plan import plan
 from .workqueue import Wait
-from .world import Claim
 
 log = logging.getLogger(__name__)
 

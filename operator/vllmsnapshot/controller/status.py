@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 from ..api import constants as c
 from ..api.types import Condition, SnapshotRecord, Timings, Toggle, VLLMSnapshotSpec, VLLMSnapshotStatus, duration, seconds
+from ..world import Claim, Content, Observed, Replica, newest, rfc3339, timestamp
 from . import pods
 from .plan import Gate, spent
-from .world import Claim, Content, Observed, Replica, newest, rfc3339, timestamp
 
 R = c.Reason
 MESSAGE_LIMIT = 1024
@@ -65,6 +65,7 @@ def compute(claim: Claim, observed: Observed, gate: Gate, problems: Sequence[Pro
         ready=f"{len(ready)}/{spec.replicas}",
         selector=pods.selector_text(pods.selector(claim.name)),
         revision=hashes.revision,
+        identity=hashes.identity,
         snapshot=_record(best),
         timings=_timings(claim, observed),
         cold_start_reason=_cold_start_reason(cold),

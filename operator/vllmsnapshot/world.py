@@ -1,4 +1,4 @@
-"""What the operator sees: the claim, its pods, its contents and the cluster around them, as plain values.
+"""What is there: a claim, its pods, its contents and the cluster around them, as plain values for whoever decides or tells.
 
 Parsing is total: an object written by somebody else (a report by a newer agent, a hand-edited condition) never raises here;
 what cannot be read counts as absent. Times are seconds since the epoch, as the API server's clock gave them.
@@ -14,8 +14,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
-from ..api import constants as c
-from ..api.types import Condition, DeletionPolicy, PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec, VLLMSnapshotStatus
+from .api import constants as c
+from .api.types import Condition, DeletionPolicy, PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec, VLLMSnapshotStatus
 
 Object = Mapping[str, Any]
 
