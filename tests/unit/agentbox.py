@@ -17,7 +17,7 @@ from vllmsnapshot.agent import facts
 from vllmsnapshot.agent.cache import Cache
 from vllmsnapshot.agent.control import Files, control_path, read_files
 from vllmsnapshot.agent.ledger import Ledger
-from vllmsnapshot.agent.nodeops import Health, Order, PodRef, Revived, Stored
+from vllmsnapshot.agent.nodeops import Digested, Health, Order, PodRef, Revived, Stored
 from vllmsnapshot.agent.outbox import Outbox
 from vllmsnapshot.agent.reconcile import Contents, Node, Pods
 from vllmsnapshot.api import constants as c
@@ -158,6 +158,10 @@ class ScriptedOps:
 
     def artifact(self, content: str) -> Stored | None:
         return self.store.get(content)
+
+    def verify(self, content: str) -> Digested:
+        self._call("verify", content)
+        return Digested(files=3, bytes=1_000_000)
 
     def delete_artifact(self, content: str) -> None:
         self._call("delete", content)
@@ -339,6 +343,8 @@ class Box:
             for name in list(self.node.contents):
                 await self.contents.settle(name)
                 self._check()
+            await self.contents.checks.drain()
+            self._check()
             if not self.kube.down:
                 await self.node.outbox.drain()
                 self._check()

@@ -20,7 +20,7 @@ from .config import Config
 from .containers import Container, find
 from .criu import Criu, CriuError
 from .errors import AgentError, CaptureError, RestoreError, StoreError
-from .nodeops import Health, Order, PodRef, Revived, Stored
+from .nodeops import Digested, Health, Order, PodRef, Revived, Stored
 from .store import Manifest, Store, boot_id
 
 log = logging.getLogger(__name__)
@@ -81,6 +81,12 @@ class LocalOps:
             if e.reason != Reason.ARTIFACT_MISSING:
                 log.warning("artifact %s: %s", content, e)
             return None
+
+    def verify(self, content: str) -> Digested:
+        """Compute every digest of the artifact again. Raises StoreError."""
+        with self.store.open(content) as artifact:
+            files = artifact.verify(full=True, background=True)
+            return Digested(files=files, bytes=sum(file.size for file in artifact.manifest.files.values()))
 
     def delete_artifact(self, content: str) -> None:
         """Remove the files of a content. Waits for restores that read them."""

@@ -72,6 +72,14 @@ class Health:
     store_bytes_free: int = 0
 
 
+@dataclass(frozen=True, kw_only=True)
+class Digested:
+    """How much of an artifact was read and found right."""
+
+    files: int = 0
+    bytes: int = 0
+
+
 class NodeOps(Protocol):
     """What the agent can do to its node. Every call is idempotent; none follows a path that a workload wrote."""
 
@@ -83,6 +91,9 @@ class NodeOps(Protocol):
 
     def artifact(self, content: str) -> Stored | None:
         """The complete artifact of that content, or None. Reads the manifest only."""
+
+    def verify(self, content: str) -> Digested:
+        """Compute every digest of the artifact again, whatever was verified before, yielding to other work."""
 
     def delete_artifact(self, content: str) -> None:
         """Remove the files of a content, complete or not."""

@@ -23,16 +23,17 @@ from vllmsnapshot_child.protocol import Release as ReleaseMarker
 
 from ..api import constants as c
 from ..api.constants import Reason
-from ..api.types import VLLMSnapshotContentStatus
+from ..api.types import Verification, VerificationOutcome, VLLMSnapshotContentStatus
 from ..kube import CONTENTS, EVENTS, PODS, ApiError, Kube, Object
 from . import decide, facts, report
 from .cache import Cache
 from .control import Files, control_path, read_files, write_restored
 from .decide import Candidate, Pod, View, next_step
 from .ledger import Ledger
-from .nodeops import Health, NodeOps, Order, Stored, explain
+from .nodeops import Digested, Health, NodeOps, Order, Stored, explain
 from .outbox import Outbox
 from .slots import Slots
+from .verify import Checks
 
 log = logging.getLogger(__name__)
 
@@ -517,6 +518,7 @@ class Contents:
 
     def __init__(self, node: Node) -> None:
         self.node = node
+        self.checks = Checks(self._digest, lambda name: self.node.wake_content(name), node.clock)
 
     async def settle(self, name: str) -> float | None:
         """One content. Seconds after which to look again, None: only when something changes. Raises ApiError."""
@@ -540,11 +542,12 @@ class Contents:
                 consecutive=counts.consecutive_failures,
                 last_failure=counts.last_failure or "",
             )
+        settled = facts.is_true(obj, c.CAPTURED) or facts.is_true(obj, c.FAILED)
+        verification = await self._verification(obj, old) if settled else None
         entry = n.ledger.entry(name, uid)
         stored = n.stored.get(name)
         if stored is not None and stored.content_uid not in ("", uid):
             stored = None
-        settled = facts.is_true(obj, c.CAPTURED) or facts.is_true(obj, c.FAILED)
         failed: tuple[str, str] | None = None
         delay: float | None = None
         if entry.capture_failed is not None:
@@ -558,10 +561,26 @@ class Contents:
             # Failed is what everybody was told: files that turned up nevertheless are nobody's.
             await self._drop_files(name)
             stored = None
-        new = report.content_status(old, stored, entry, failed=failed, lost=lost, now=n.clock())
+        new = report.content_status(old, stored, entry, failed=failed, lost=lost, now=n.clock(), verification=verification)
         if new != old or n.outbox.waits(f"content/{name}"):
             self._write(obj, new)
         return delay
+
+    async def _verification(self, obj: Object, old: VLLMSnapshotContentStatus) -> Verification | None:
+        """The outcome of the verification that is asked for, once it is there; the ledger knows first of what it means."""
+        name, uid = obj["metadata"]["name"], obj["metadata"]["uid"]
+        request = str((obj["metadata"].get("annotations") or {}).get(c.ANNOTATION_VERIFY) or "")[:128]
+        if not request or (old.verification is not None and old.verification.request == request):
+            self.checks.forget(name)
+            return None
+        found = self.checks.answer(name, uid, request)
+        if found is not None and found.outcome == VerificationOutcome.CORRUPT:
+            await self.node.thread(self.node.ledger.quarantine, name, uid, Reason.ARTIFACT_CORRUPT, found.message)
+        return found
+
+    async def _digest(self, name: str) -> Digested:
+        with self.node.using(name):
+            return await self.node.thread(self.node.ops.verify, name)
 
     def _write(self, obj: Object, status: VLLMSnapshotContentStatus) -> None:
         n, name, uid = self.node, obj["metadata"]["name"], obj["metadata"]["uid"]
@@ -572,10 +591,11 @@ class Contents:
             if current is None or facts.content_status(current) == status:
                 return
             now = await n.kube.apply(CONTENTS, body, c.MANAGER_AGENT, subresource="status")
-            n.contents.put(now)
+            news = n.contents.put(now)
             n.wrote("content status")
             self._tell(now)
-            n.wake_content(name)
+            if news:  # else the server dropped what is new to it (an older CRD), and would do so again
+                n.wake_content(name)
             n.wake_node()
 
         n.outbox.post(f"content/{name}", send)

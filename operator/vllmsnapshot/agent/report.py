@@ -23,6 +23,7 @@ from ..api.types import (
     HeldArtifact,
     PodReport,
     RestoreCounts,
+    Verification,
     VLLMSnapshotContentStatus,
     VLLMSnapshotNodeStatus,
     duration,
@@ -236,12 +237,19 @@ def pod_condition(ref: PodRef, verified: Verified, current: Mapping[str, Any], n
 
 
 def content_status(
-    old: VLLMSnapshotContentStatus, stored: Stored | None, entry: Entry, *, failed: tuple[str, str] | None, lost: bool, now: float
+    old: VLLMSnapshotContentStatus,
+    stored: Stored | None,
+    entry: Entry,
+    *,
+    failed: tuple[str, str] | None,
+    lost: bool,
+    now: float,
+    verification: Verification | None = None,
 ) -> VLLMSnapshotContentStatus:
     """The whole status of a content out of store and ledger.
 
     Captured and Failed are decided once: what `old` says of them stays. `failed` is why the order cannot be fulfilled,
-    `lost` that a captured artifact is no longer in the store.
+    `lost` that a captured artifact is no longer in the store, `verification` a newer one than `old` tells of.
     """
     conditions = {x.type: x for x in old.conditions or []}
     artifact, phases, environment = old.artifact, old.phases, old.environment
@@ -266,7 +274,12 @@ def content_status(
             last_failure=entry.last_failure[:4096] or None,
         )
     return VLLMSnapshotContentStatus(
-        conditions=list(conditions.values()) or None, artifact=artifact, phases=phases, environment=environment, restores=restores
+        conditions=list(conditions.values()) or None,
+        artifact=artifact,
+        phases=phases,
+        environment=environment,
+        restores=restores,
+        verification=verification or old.verification,
     )
 
 

@@ -333,8 +333,10 @@ class Artifact:
         except OSError as e:
             raise StoreError(Reason.ARTIFACT_CORRUPT, f"{self.content}: directory {name} cannot be opened: {e.strerror}") from e
 
-    def verify(self, *, full: bool = False) -> int:
+    def verify(self, *, full: bool = False, background: bool = False) -> int:
         """Check that every file is there, has its size, and, unless that was done since the node booted, its digest.
+
+        `full` digests what was digested before as well; `background` yields the processor to others.
 
         Returns how many files were digested. Raises StoreError(ARTIFACT_CORRUPT) that names the first bad file. CRIU itself
         would spin for ever on a short file, and would restore changed pages without a word.
@@ -355,7 +357,7 @@ class Artifact:
         if not doubtful:
             return 0
         base = Path(f"/proc/self/fd/{self.fd}")
-        with _pool() as pool:
+        with _pool(background=background) as pool:
             try:
                 digests = digest_files(base, doubtful, pool)
             except OSError as e:

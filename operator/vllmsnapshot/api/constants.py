@@ -40,6 +40,10 @@ ANNOTATION_SETTINGS: Final = f"{GROUP}/settings"
 ANNOTATION_REPORT: Final = f"{GROUP}/report"
 """JSON of api.types.PodReport: what the agent saw and did in this pod."""
 
+ANNOTATION_VERIFY: Final = f"{GROUP}/verify"
+"""On a VLLMSnapshotContent, by a user: a new value asks the agent to compute every digest again. `status.verification` answers
+with the same value. Only compared for equality."""
+
 # --- finalizers, field managers --------------------------------------------------------------------------------------
 FINALIZER_SNAPSHOT: Final = f"{GROUP}/contents"
 """On a VLLMSnapshot, held by the operator until its contents are deleted or retained (cluster-scoped objects cannot have a
@@ -49,6 +53,7 @@ FINALIZER_CONTENT: Final = f"{GROUP}/artifact"
 MANAGER_OPERATOR: Final = "vllmsnapshot-operator"
 MANAGER_OPERATOR_UNATTENDED: Final = "vllmsnapshot-operator-unattended"
 MANAGER_AGENT: Final = "vllmsnapshot-agent"
+MANAGER_CLI: Final = "kubectl-vsnap"
 
 # --- pod -------------------------------------------------------------------------------------------------------------
 CONTAINER: Final = "engine"

@@ -197,6 +197,7 @@ COLUMNS: dict[str, list[Schema]] = {
         _column("Restores", ".status.restores.succeeded", "integer"),
         _column("Age", ".metadata.creationTimestamp", "date"),
         _column("Reason", _condition(c.FAILED, "reason"), priority=1),
+        _column("Verified", ".status.verification.outcome", description="last verification that was asked for", priority=1),
         _column("Identity", ".spec.identity", priority=1),
     ],
     "VLLMSnapshotNode": [

@@ -493,6 +493,30 @@ class RestoreCounts(Model):
     last_failure: Message | None = None
 
 
+class VerificationOutcome(StrEnum):
+    """What a verification found: every digest is right (Intact), one is not (Corrupt), there are no files (Missing), or it could
+    not be finished and proves nothing (Failed)."""
+
+    INTACT = "Intact"
+    CORRUPT = "Corrupt"
+    MISSING = "Missing"
+    FAILED = "Failed"
+
+
+class Verification(Model):
+    """The last verification that a user asked for."""
+
+    request: Annotated[
+        str, StringConstraints(min_length=1, max_length=128), Field(description=f"The value of {c.ANNOTATION_VERIFY} it answers.")
+    ]
+    outcome: VerificationOutcome
+    message: Message = ""
+    files: Annotated[int, Field(ge=0)] = 0
+    bytes: Annotated[int, Field(ge=0)] = 0
+    took: Duration
+    finished_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+
+
 class VLLMSnapshotContentStatus(Model):
     """What the agent made of the order: exactly one of Captured and Failed becomes True, and stays so."""
 
@@ -504,6 +528,7 @@ class VLLMSnapshotContentStatus(Model):
         Field(max_length=64, description="Facts of the node and image that a restore compares."),
     ] = None
     restores: RestoreCounts | None = None
+    verification: Verification | None = None
 
 
 class VLLMSnapshotContent(Model):
