@@ -1,30 +1,52 @@
 /*
  * The NVIDIA driver as the agent sees it: the symbols of libcuda and libnvidia-ml that agent/cuda.py calls, and no other.
- * No GPU, no memory: a state per PID, kept in files below $VLLMSNAPSHOT_FAKE_GPU, so that several processes see one driver.
+ * What applications call is in application.c; both are one library. What it knows is below $VLLMSNAPSHOT_FAKE_GPU, so that several
+ * processes see one driver. A process is one of two:
  *
- *   state/PID    CUprocessState; a PID without a file does not use CUDA
+ * An application that uses the GPU through this library, in whatever namespaces. Its state is in the process itself, found by PID;
+ * calls go to a thread of it over a socket that pidfd_getfd brings here. Needs the right to trace it.
+ *
+ *   gpuN           a GPU: its memory and who has how much of it (gpu.h). Containers have it mounted as /dev/nvidiaN, and the
+ *   nvidiactl      two others under their names. Make them by `make_gpus`. No environment there; the library has to be called
+ *   nvidia-uvm     libcuda.so.1 and to be found (LD_LIBRARY_PATH).
+ *
+ * A name in files, for tests that need no process:
+ *
+ *   state/PID    CUprocessState
  *   used/PID     bytes on device 0 (optional)
  *   proc/PID/fd  nvidia* links there go away with a checkpoint and come back with a restore; not 77, which is NVML's
+ *
+ * A PID that is neither does not use CUDA. For both:
+ *
  *   config       NAME=VALUE lines: driver, api, count, name, mig, virtual, free; see `config`
  *   control      lines "CALL NTH KIND [NUMBER]": what happens at the nth call of that name (0: at every one). KIND is
  *                  error N    fail with N, nothing changes          late N    fail with N, though it has been done
  *                  stay       succeed, nothing changes              state N   succeed, the state is N afterwards
  *                  hang       never return, nothing changes         hung      never return, though it has been done
- *                  die        the caller ends
+ *                  die        the caller ends                       slow N    done N milliseconds later
+ *                  lose       done, but for one byte of the memory
+ *                An application gets into no state without what belongs to it: there, `state N` is the call itself where that leads
+ *                to N, makes it FAILED where N is that, and else is `stay`.
  *   hangs        a FIFO that gets a byte from every call that never returns
  *   calls        a line for every call of cuCheckpointProcess*: NAME PID [OLD NEW]
  */
+#define _GNU_SOURCE
+#include "gpu.h"
 #include <dirent.h>
 #include <fcntl.h>
+#include <poll.h>
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
 #include <sys/file.h>
+#include <sys/socket.h>
+#include <sys/syscall.h>
+#include <time.h>
 #include <unistd.h>
 
-enum { RUNNING, LOCKED, CHECKPOINTED, FAILED };
-enum { SUCCESS = 0, INVALID_VALUE = 1, NOT_INITIALIZED = 3, ILLEGAL_STATE = 401 };
-enum { NVML_NOT_SUPPORTED = 3 };
+#define DIRECTORY "VLLMSNAPSHOT_FAKE_GPU"
+
+enum { NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3 };
 
 static int initialized;
 
@@ -33,7 +55,7 @@ static const char *path(const char *name)
 	static char text[4][4096];
 	static int next;
 	char *to = text[next++ & 3];
-	const char *base = getenv("VLLMSNAPSHOT_FAKE_GPU");
+	const char *base = getenv(DIRECTORY);
 
 	snprintf(to, 4096, "%s/%s", base ? base : "/nonexistent", name);
 	return to;
@@ -171,40 +193,133 @@ static void note(const char *call, int pid, const unsigned char *pair)
 	fclose(f);
 }
 
-static int change(const char *call, int pid, int from, int to, const unsigned char *pair)
-{
-	int fd = lock_all(), result = SUCCESS;
-	char kind[16];
-	long value, state = number(of_pid("state", pid), -1);
+/* --- applications ------------------------------------------------------------------------------------------------ */
 
-	note(call, pid, pair);
-	plan(call, kind, &value);
-	if (!strcmp(kind, "die"))
-		_exit(9);
-	if (!strcmp(kind, "error")) {
-		result = (int)value;
-	} else if (!initialized || state < 0) {
-		result = NOT_INITIALIZED;
-	} else if (!strcmp(kind, "state")) {
+/* The page of a process that uses the GPU through application.c; whether there is one. */
+static int find(int pid, struct page *page)
+{
+	char name[64], line[256];
+	int fd, inner = 0;
+	ssize_t length;
+	FILE *f;
+
+	snprintf(name, sizeof(name), "/proc/%d/mem", pid);
+	fd = open(name, O_RDONLY | O_CLOEXEC);
+	if (fd < 0)
+		return 0;
+	length = pread(fd, page, sizeof(*page), PAGE_AT);
+	close(fd);
+	if (length != sizeof(*page) || page->magic != MAGIC)
+		return 0;
+	snprintf(name, sizeof(name), "/proc/%d/status", pid);
+	f = fopen(name, "r");
+	while (f && fgets(line, sizeof(line), f))
+		if (!strncmp(line, "NSpid:", 6))
+			inner = atoi(strrchr(line, '\t') + 1);
+	if (f)
+		fclose(f);
+	return inner == page->pid;
+}
+
+/* Have the application do it. Waits as long as that takes, or until it ends. */
+static int tell(int pid, const struct page *page, struct request request)
+{
+	int pidfd = (int)syscall(SYS_pidfd_open, pid, 0);
+	int fd = pidfd < 0 ? -1 : (int)syscall(SYS_pidfd_getfd, pidfd, page->socket, 0);
+	struct answer answer = {.result = UNKNOWN};
+	struct timespec now;
+
+	clock_gettime(CLOCK_REALTIME, &now);
+	request.number = (uint64_t)now.tv_sec * 1000000000 + (uint64_t)now.tv_nsec;
+	if (fd >= 0 && send(fd, &request, sizeof(request), MSG_NOSIGNAL) == sizeof(request))
+		while (answer.number != request.number) {
+			/* Answers to callers that are gone may come first. */
+			struct pollfd both[] = {{.fd = fd, .events = POLLIN}, {.fd = pidfd, .events = POLLIN}};
+
+			if (poll(both, 2, -1) < 0 || (both[1].revents & POLLIN))
+				break;
+			if (recv(fd, &answer, sizeof(answer), MSG_DONTWAIT) != sizeof(answer))
+				answer.number = 0;
+		}
+	if (answer.number != request.number)
+		answer.result = UNKNOWN;
+	if (fd >= 0)
+		close(fd);
+	if (pidfd >= 0)
+		close(pidfd);
+	return answer.result;
+}
+
+static int change_application(int pid, int op, int to, const char *kind, long value, const unsigned char *pair)
+{
+	struct request request = {.op = op, .lose = !strcmp(kind, "lose")};
+	struct page page;
+	int result;
+
+	if (!find(pid, &page))
+		return NOT_INITIALIZED;
+	if (!strcmp(kind, "stay") || !strcmp(kind, "hang") || (!strcmp(kind, "state") && value != to && value != FAILED))
+		return SUCCESS;
+	if (!strcmp(kind, "state") && value == FAILED)
+		request.op = BREAK;
+	if (pair) {
+		request.paired = 1;
+		memcpy(request.pair, pair, sizeof(request.pair));
+	}
+	result = tell(pid, &page, request);
+	return !result && !strcmp(kind, "late") ? (int)value : result;
+}
+
+static int change_files(int pid, int from, int to, const char *kind, long value)
+{
+	long state = number(of_pid("state", pid), -1);
+
+	if (!strcmp(kind, "state")) {
 		write_number(of_pid("state", pid), value);
 		if (value == CHECKPOINTED)
 			move_descriptors(pid, "fd", "kept");
 		else
 			move_descriptors(pid, "kept", "fd");
-	} else if (!strcmp(kind, "stay") || !strcmp(kind, "hang")) {
-		;
-	} else if (state != from) {
-		result = ILLEGAL_STATE;
-	} else {
-		write_number(of_pid("state", pid), to);
-		if (to == CHECKPOINTED)
-			move_descriptors(pid, "fd", "kept");
-		if (from == CHECKPOINTED)
-			move_descriptors(pid, "kept", "fd");
-		if (!strcmp(kind, "late"))
-			result = (int)value;
+		return SUCCESS;
 	}
-	close(fd);
+	if (!strcmp(kind, "stay") || !strcmp(kind, "hang"))
+		return SUCCESS;
+	if (state != from)
+		return ILLEGAL_STATE;
+	write_number(of_pid("state", pid), to);
+	if (to == CHECKPOINTED)
+		move_descriptors(pid, "fd", "kept");
+	if (from == CHECKPOINTED)
+		move_descriptors(pid, "kept", "fd");
+	return !strcmp(kind, "late") ? (int)value : SUCCESS;
+}
+
+static int change(const char *call, int op, int pid, int from, int to, const unsigned char *pair)
+{
+	int fd = lock_all(), in_files = !access(of_pid("state", pid), F_OK), result;
+	char kind[16];
+	long value;
+
+	note(call, pid, pair);
+	plan(call, kind, &value);
+	if (!strcmp(kind, "die"))
+		_exit(9);
+	if (!strcmp(kind, "slow"))
+		usleep((useconds_t)value * 1000);
+	if (!strcmp(kind, "error"))
+		result = (int)value;
+	else if (!initialized)
+		result = NOT_INITIALIZED;
+	else if (in_files)
+		result = change_files(pid, from, to, kind, value);
+	else {
+		/* Takes long; others may call meanwhile. */
+		close(fd);
+		fd = -1;
+		result = change_application(pid, op, to, kind, value, pair);
+	}
+	if (fd >= 0)
+		close(fd);
 	if (!strcmp(kind, "hang") || !strcmp(kind, "hung"))
 		hang();
 	return result;
@@ -223,13 +338,16 @@ struct restore_args {
 };
 _Static_assert(sizeof(struct lock_args) == 64 && sizeof(struct restore_args) == 64, "blocks of 64 bytes");
 
-/* A call without a process: only failing, hanging and dying make sense. */
+/* A call without a process: only failing, hanging and dying make sense. Applications call some of them, too. */
 static int plain(const char *call)
 {
-	int fd = lock_all();
+	int fd;
 	char kind[16];
 	long value;
 
+	if (!getenv(DIRECTORY))
+		return SUCCESS;
+	fd = lock_all();
 	plan(call, kind, &value);
 	close(fd);
 	if (!strcmp(kind, "die"))
@@ -255,15 +373,29 @@ int cuDriverGetVersion(int *version)
 
 int cuGetErrorName(int code, const char **name)
 {
-	*name = code == 2 ? "CUDA_ERROR_OUT_OF_MEMORY" : code == 3 ? "CUDA_ERROR_NOT_INITIALIZED" : code == 600 ? "CUDA_ERROR_NOT_READY" :
-		code == ILLEGAL_STATE ? "CUDA_ERROR_ILLEGAL_STATE" : "CUDA_ERROR_UNKNOWN";
+	static const struct {
+		int code;
+		const char *name;
+	} names[] = {
+		{INVALID_VALUE, "CUDA_ERROR_INVALID_VALUE"},     {OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY"},
+		{NOT_INITIALIZED, "CUDA_ERROR_NOT_INITIALIZED"}, {NO_DEVICE, "CUDA_ERROR_NO_DEVICE"},
+		{INVALID_DEVICE, "CUDA_ERROR_INVALID_DEVICE"},   {INVALID_IMAGE, "CUDA_ERROR_INVALID_IMAGE"},
+		{INVALID_CONTEXT, "CUDA_ERROR_INVALID_CONTEXT"}, {ILLEGAL_STATE, "CUDA_ERROR_ILLEGAL_STATE"},
+		{NOT_FOUND, "CUDA_ERROR_NOT_FOUND"},             {NOT_READY, "CUDA_ERROR_NOT_READY"},
+	};
+
+	*name = "CUDA_ERROR_UNKNOWN";
+	for (size_t i = 0; i < sizeof(names) / sizeof(*names); i++)
+		if (names[i].code == code)
+			*name = names[i].name;
 	return SUCCESS;
 }
 
 int cuCheckpointProcessGetState(int pid, int *state)
 {
-	int fd = lock_all(), result = SUCCESS;
+	int fd = lock_all();
 	char kind[16];
+	struct page page;
 	long value, now = number(of_pid("state", pid), -1);
 
 	plan("GetState", kind, &value);
@@ -272,36 +404,40 @@ int cuCheckpointProcessGetState(int pid, int *state)
 		_exit(9);
 	if (!strcmp(kind, "hang") || !strcmp(kind, "hung"))
 		hang();
+	if (!strcmp(kind, "slow"))
+		usleep((useconds_t)value * 1000);
 	if (!strcmp(kind, "error") || !strcmp(kind, "late"))
 		return (int)value;
+	if (now < 0 && find(pid, &page))
+		now = page.state;
 	if (!initialized || now < 0)
 		return NOT_INITIALIZED;
 	*state = !strcmp(kind, "state") ? (int)value : (int)now;
-	return result;
+	return SUCCESS;
 }
 
 int cuCheckpointProcessLock(int pid, const struct lock_args *args)
 {
 	if (!args || !args->timeout_ms || args->reserved0 || args->reserved1[6])
 		return INVALID_VALUE;
-	return change("Lock", pid, RUNNING, LOCKED, NULL);
+	return change("Lock", LOCK, pid, RUNNING, LOCKED, NULL);
 }
 
 int cuCheckpointProcessCheckpoint(int pid, const void *args)
 {
-	return args ? INVALID_VALUE : change("Checkpoint", pid, LOCKED, CHECKPOINTED, NULL);
+	return args ? INVALID_VALUE : change("Checkpoint", CHECKPOINT, pid, LOCKED, CHECKPOINTED, NULL);
 }
 
 int cuCheckpointProcessRestore(int pid, const struct restore_args *args)
 {
 	if (args && (args->count != 1 || args->reserved0 || args->reserved[5]))
 		return INVALID_VALUE;
-	return change("Restore", pid, CHECKPOINTED, LOCKED, args ? args->pairs : NULL);
+	return change("Restore", RESTORE, pid, CHECKPOINTED, LOCKED, args ? args->pairs : NULL);
 }
 
 int cuCheckpointProcessUnlock(int pid, const void *args)
 {
-	return args ? INVALID_VALUE : change("Unlock", pid, LOCKED, RUNNING, NULL);
+	return args ? INVALID_VALUE : change("Unlock", UNLOCK, pid, LOCKED, RUNNING, NULL);
 }
 
 /* --- libnvidia-ml; devices differ in index, minor number and UUID only ------------------------------------------------ */
@@ -316,9 +452,35 @@ struct process {
 };
 typedef void *device;
 
+/* The minor number of the nth GPU, or -1. Applications see those they have device files of. */
+static int minor_of(unsigned int index)
+{
+	int minors[SLOTS], count = 0;
+	char name[32];
+
+	if (!getenv(DIRECTORY))
+		return index < (unsigned int)visible(minors) ? minors[index] : -1;
+	while (count < SLOTS && (snprintf(name, sizeof(name), "gpu%d", count), !access(path(name), F_OK)))
+		count++;
+	count = atoi(config("count", count ? "0" : "1")) ?: count;
+	return index < (unsigned int)count ? (int)index : -1;
+}
+
+/* A process that uses NVML has a descriptor that no checkpoint closes. */
+static int control = -1, users;
+
 int nvmlInit_v2(void)
 {
+	if (!users++)
+		control = open(device_file("nvidiactl"), O_RDWR | O_CLOEXEC);
 	return plain("nvmlInit");
+}
+
+int nvmlShutdown(void)
+{
+	if (users && !--users && control >= 0)
+		close(control);
+	return SUCCESS;
 }
 
 int nvmlSystemGetDriverVersion(char *text, unsigned int size)
@@ -329,14 +491,15 @@ int nvmlSystemGetDriverVersion(char *text, unsigned int size)
 
 int nvmlDeviceGetCount_v2(unsigned int *count)
 {
-	*count = (unsigned int)atoi(config("count", "1"));
+	for (*count = 0; minor_of(*count) >= 0; ++*count)
+		;
 	return plain("Facts");
 }
 
 int nvmlDeviceGetHandleByIndex_v2(unsigned int index, device *found)
 {
-	*found = (device)(unsigned long)(index + 1);
-	return SUCCESS;
+	*found = (device)(unsigned long)(minor_of(index) + 1);
+	return *found ? SUCCESS : NVML_INVALID_ARGUMENT;
 }
 
 int nvmlDeviceGetName(device d, char *text, unsigned int size)
@@ -368,9 +531,21 @@ int nvmlDeviceGetCudaComputeCapability(device d, int *major, int *minor)
 
 int nvmlDeviceGetMemoryInfo(device d, struct memory *memory)
 {
-	(void)d;
-	memory->total = 1ULL << 37;
-	memory->free = strtoull(config("free", "137438953472"), NULL, 10);
+	unsigned int minor = (unsigned int)(unsigned long)d - 1;
+	char name[32];
+	uint64_t total = 1ULL << 37, used = 0;
+	int fd;
+
+	snprintf(name, sizeof(name), getenv(DIRECTORY) ? "gpu%u" : "nvidia%u", minor);
+	fd = open(getenv(DIRECTORY) ? path(name) : device_file(name), O_RDWR | O_CLOEXEC);
+	if (fd >= 0) {
+		gpu_memory(fd, &total, &used);
+		close(fd);
+	}
+	memory->total = total;
+	memory->free = strtoull(config("free", "-1"), NULL, 10);
+	if (memory->free > total - used)
+		memory->free = total - used;
 	memory->used = memory->total - memory->free;
 	return SUCCESS;
 }
@@ -389,20 +564,30 @@ int nvmlDeviceGetVirtualizationMode(device d, int *mode)
 	return SUCCESS;
 }
 
+static void add(struct process *list, unsigned int *count, unsigned int room, int pid, uint64_t used)
+{
+	if (*count < room)
+		list[(*count)++] = (struct process){.pid = (unsigned int)pid, .used = used, .gpu = -1U, .compute = -1U};
+}
+
 int nvmlDeviceGetComputeRunningProcesses_v3(device d, unsigned int *count, struct process *list)
 {
-	DIR *dir = (unsigned long)d == 1 ? opendir(path("used")) : NULL;
+	int minor = (int)(unsigned long)d - 1;
+	DIR *dir = minor ? NULL : opendir(path("used"));
 	struct dirent *entry;
+	struct page page;
 	unsigned int room = *count;
 
 	*count = 0;
 	while (dir && (entry = readdir(dir)))
-		if (atoi(entry->d_name) && *count < room) {
-			list[*count].pid = (unsigned int)atoi(entry->d_name);
-			list[*count].used = (unsigned long long)number(of_pid("used", atoi(entry->d_name)), 0);
-			list[*count].gpu = list[*count].compute = 0xffffffff;
-			++*count;
-		}
+		if (atoi(entry->d_name))
+			add(list, count, room, atoi(entry->d_name), (uint64_t)number(of_pid("used", atoi(entry->d_name)), 0));
+	if (dir)
+		closedir(dir);
+	dir = opendir("/proc");
+	while (dir && (entry = readdir(dir)))
+		if (atoi(entry->d_name) && find(atoi(entry->d_name), &page) && page.minor == minor && page.bytes)
+			add(list, count, room, atoi(entry->d_name), page.bytes);
 	if (dir)
 		closedir(dir);
 	return SUCCESS;

@@ -13,7 +13,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -45,8 +45,18 @@ def prefix() -> Path | None:
 class Bare:
     """One container. `lines` of its output come by `line`; closing kills everything and removes all traces."""
 
-    def __init__(self, command: Sequence[str] = (), *, memory_limit: int | None = None, uid: int = 0) -> None:
-        """Start it; it waits for `go` if there is a command (run as user `uid`), and only reaps if there is none."""
+    def __init__(
+        self,
+        command: Sequence[str] = (),
+        *,
+        memory_limit: int | None = None,
+        uid: int = 0,
+        mounts: Mapping[str, Path] | None = None,
+    ) -> None:
+        """Start it; it waits for `go` if there is a command (run as user `uid`), and only reaps if there is none.
+
+        `mounts`: files and directories of the machine at paths of the container, such as device files.
+        """
         self.uid = str(uuid.uuid4())
         # On tmpfs: an overlay's upper directory must not lie below its lower one, which is the machine's root here.
         self.base = Path(tempfile.mkdtemp(prefix="vllmsnapshot-bare-", dir="/dev/shm"))
@@ -64,7 +74,15 @@ class Bare:
                     for file in ("memory.limit_in_bytes", "memory.max"):
                         if (cgroup / file).exists():
                             (cgroup / file).write_text(str(memory_limit))
-            task = json.dumps({"base": str(self.base), "command": list(command), "uid": uid, "control": CONTROL_VOLUME})
+            task = json.dumps(
+                {
+                    "base": str(self.base),
+                    "command": list(command),
+                    "uid": uid,
+                    "control": CONTROL_VOLUME,
+                    "mounts": {path: str(source) for path, source in (mounts or {}).items()},
+                }
+            )
             enter = 'while [ "$1" != -- ]; do echo $$ > "$1"; shift; done; shift; exec "$@"'
             self._process = subprocess.Popen(
                 [

@@ -8,10 +8,11 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Mapping
 
 
-def mounts(base: str, control: str) -> None:
-    """An overlay on the machine's root as the container's root, with volumes as a pod has them."""
+def mounts(base: str, control: str, more: Mapping[str, str]) -> None:
+    """An overlay on the machine's root as the container's root, with volumes as a pod has them, and `more` (path: what is there)."""
     root = f"{base}/merged"
     script = f"""
     set -e
@@ -36,6 +37,12 @@ def mounts(base: str, control: str) -> None:
     ip link set lo up
     """
     subprocess.run(["sh", "-c", script], check=True)
+    for path, source in more.items():
+        target = root + path
+        os.makedirs(target if os.path.isdir(source) else os.path.dirname(target), exist_ok=True)
+        if not os.path.isdir(source):
+            open(target, "a").close()
+        subprocess.run(["mount", "--bind", source, target], check=True)
     os.chdir(root)
     libc = ctypes.CDLL(None, use_errno=True)
     if libc.syscall(155, b".", b"old"):  # pivot_root
@@ -47,7 +54,7 @@ def mounts(base: str, control: str) -> None:
 def main() -> None:
     """Mount, announce, start on a line of stdin, reap for ever."""
     task = json.loads(sys.argv[1])
-    mounts(task["base"], task["control"])
+    mounts(task["base"], task["control"], task["mounts"])
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGCHLD])
     print("init", flush=True)
     command = task["command"]
