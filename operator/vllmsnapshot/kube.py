@@ -11,7 +11,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import AsyncIterator, Mapping
+import time
+from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Self
 from urllib.parse import quote, urlencode
@@ -106,11 +107,37 @@ class WatchEvent:
     items: tuple[Object, ...] = ()
 
 
+@dataclass(frozen=True)
+class Call:
+    """A request that was made, in the words of RBAC. `status` is 0 where no answer came; `seconds` until it began."""
+
+    verb: str
+    group: str
+    resource: str
+    """With its subresource after a slash; empty for a path that is no resource."""
+    status: int
+    seconds: float
+
+    @classmethod
+    def of(cls, method: str, path: str, query: Mapping[str, Any], status: int, seconds: float) -> Call:
+        """From what was sent."""
+        parts = path.strip("/").split("/")
+        group, parts = (parts[1], parts[3:]) if parts[0] == "apis" else ("", parts[2:])
+        if parts[:1] == ["namespaces"] and len(parts) > 2:
+            parts = parts[2:]
+        named = len(parts) > 1
+        verb = {"POST": "create", "PATCH": "patch", "PUT": "update", "DELETE": "delete" if named else "deletecollection"}.get(
+            method, "watch" if query.get("watch") else "get" if named else "list"
+        )
+        return cls(verb, group, "/".join(parts[:1] + parts[2:]), status, seconds)
+
+
 class Kube:
-    """An API client. Use as an async context manager, or call `close`."""
+    """An API client. Use as an async context manager, or call `close`. `observe` is told of every request."""
 
     def __init__(self, client: ApiClient) -> None:
         self._client = client
+        self.observe: Callable[[Call], None] = lambda _: None
 
     @classmethod
     async def connect(cls, kubeconfig: str | None = None, context: str | None = None) -> Kube:
@@ -166,6 +193,7 @@ class Kube:
         if params:
             url += "?" + urlencode(params)
         headers = {"Accept": "application/json", "Content-Type": content_type, "User-Agent": "vllmsnapshot"}
+        began, status = time.monotonic(), 0
         try:
             # Refreshes the service account's token, which expires within the hour.
             await self._client.update_params_for_auth(headers, [], ["BearerToken"], path, method, body)
@@ -173,11 +201,14 @@ class Kube:
                 method, url, headers=headers, body=body, _request_timeout=limit
             )
             response: aiohttp.ClientResponse = answer.response
+            status = response.status
             if response.status < 400:
                 return response
             raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise ApiError(0, "TransportError", f"{method} {path}: {type(e).__name__}: {e}") from e
+        finally:
+            self.observe(Call.of(method, path, params, status, time.monotonic() - began))
         raise _error(response.status, raw, response.headers.get("Retry-After"))
 
     async def get(self, resource: Resource, name: str, namespace: str | None = None) -> Object | None:

@@ -116,7 +116,7 @@ async def test_events_alone_drive_a_claim_through_its_life(
         await until(kube, "smol", ready("2/2"))
         assert (await get(operator.health.port, "/healthz"))[0] == 200
         assert (await get(operator.health.port, "/readyz"))[0] == 200
-        assert "vllmsnapshot_operator_reconcile_total" in (await get(operator.health.port, "/metrics"))[1]
+        assert "vllmsnapshot_reconcile_total" in (await get(operator.health.port, "/metrics"))[1]
         scale = {"metadata": {"namespace": "default", "name": "smol"}, "spec": {"replicas": 3}}
         await kube.request(
             "PATCH",

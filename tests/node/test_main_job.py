@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 
 from tests.node.snapshot import Make, answer, names, report, restarts, starts
+from tests.scrape import samples, total
 from tests.system import System, condition
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.kube import CONTENTS, PODS, Resource
@@ -161,18 +162,19 @@ async def resync(system: System) -> None:
     (agent,) = await system.kube.list(PODS, labels=f"{c.LABEL_COMPONENT}={c.COMPONENT_AGENT}")
     port = operator["spec"]["containers"][0]["ports"][0]["containerPort"]
 
-    async def metrics() -> dict[str, float]:
+    async def metrics() -> tuple[float, float]:
+        """Passes that were made, and keys that wait for one."""
         async with system.http.get(f"http://{operator['status']['podIP']}:{port}/metrics") as response:
-            lines = [line.split() for line in (await response.text()).splitlines() if not line.startswith("#")]
-        return {name.removeprefix("vllmsnapshot_operator_"): float(value) for name, value in lines}
+            found = samples(await response.text())
+        return total(found, "vllmsnapshot_reconcile_total"), total(found, "vllmsnapshot_workqueue_depth")
 
     claims = system.backend.kubectl("get", "vsnap", "-A", "-o", "name").count("\n")
-    before = (await metrics())["reconcile_total"]
+    before, _ = await metrics()
     meta = agent["metadata"]
     system.backend.kubectl("-n", meta["namespace"], "annotate", "pod", meta["name"], "--overwrite", f"test/resync={before:.0f}")
 
     async def done() -> bool:
-        now = await metrics()
-        return now["reconcile_total"] > before + claims and now["queue_depth"] == 0
+        passes, waiting = await metrics()
+        return passes > before + claims and not waiting
 
     await system.until("a resync of the operator", done, 60)

@@ -9,10 +9,11 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Awaitable, Callable, Coroutine
+from collections.abc import Awaitable, Callable, Coroutine, Iterable
 from typing import Any
 
 from aiohttp import web
+from prometheus_client.metrics_core import Metric
 
 from ..api import constants as c
 from ..api.types import VLLMSnapshotNodeStatus
@@ -22,6 +23,7 @@ from .cache import Cache
 from .canary import Canary
 from .config import Config, from_process
 from .ledger import Ledger
+from .metrics import node_state
 from .nodeops import Health, NodeOps
 from .outbox import Outbox
 from .reconcile import Ask, Contents, Node, Pods, watch_path
@@ -119,10 +121,15 @@ class Agent:
             ask=ask,
             clock=clock,
         )
+        self.metrics = self.node.metrics
+        self.metrics.attach(kube)
+        self.metrics.show(self._state)
         self.pods = Pods(self.node)
         self.contents = Contents(self.node)
-        self.pod_loop = Loop(self._settle_pod, config.resync_seconds, lambda uid: self.node.pods.get(uid) is not None)
-        self.content_loop = Loop(self.contents.settle, 60.0, lambda name: self.node.contents.get(name) is not None)
+        settle_pod = self.metrics.timed(lambda _: "pod", self._settle_pod)
+        settle_content = self.metrics.timed(lambda _: "content", self.contents.settle)
+        self.pod_loop = Loop(settle_pod, config.resync_seconds, lambda uid: self.node.pods.get(uid) is not None)
+        self.content_loop = Loop(settle_content, 60.0, lambda name: self.node.contents.get(name) is not None)
         self.node.wake_pod = self.pod_loop.wake
         self.node.wake_content = self.content_loop.wake
         self.node.wake_node = self._wake_node
@@ -187,9 +194,11 @@ class Agent:
             self.watcher.remove(uid)
             self.node.outbox.forget(f"pod/{uid}")
             self.pods.slots.leave(uid)
+            self.metrics.forget(uid)
             self._later(self._pod_gone(uid))
             return
         if facts.ours(obj, self.node.name):
+            self.metrics.reported(obj)
             self.watcher.add(uid, watch_path(self.node, uid))
             self.pod_loop.wake(uid)
 
@@ -217,7 +226,9 @@ class Agent:
         obj = self.node.contents.get(name)
         if obj is None:
             self.node.outbox.forget(f"content/{name}")
+            self.metrics.forget(name)
             return
+        self.metrics.answered(obj)
         spec = facts.content_spec(obj)
         if spec is not None:
             self.pod_loop.wake(spec.source_pod.uid)
@@ -318,14 +329,15 @@ class Agent:
 
     @contextlib.asynccontextmanager
     async def _health(self) -> Any:
-        """/healthz: the loop runs; /readyz: pods are answered; /metrics: counters. Unlike exec, an HTTP probe takes no process."""
+        """/healthz: the loop runs; /readyz: pods are answered; /metrics. Unlike exec, an HTTP probe takes no process."""
         if not self.config.port:
             yield
             return
         app = web.Application()
         app.router.add_get("/healthz", self._healthz)
         app.router.add_get("/readyz", self._readyz)
-        app.router.add_get("/metrics", self._metrics)
+        if self.config.metrics == "on":
+            app.router.add_get("/metrics", self._metrics)
         runner = web.AppRunner(app, access_log=None)
         await runner.setup()
         try:
@@ -340,19 +352,21 @@ class Agent:
     async def _readyz(self, _request: web.Request) -> web.Response:
         return web.Response(text="ok\n") if self.ready else web.Response(status=503, text="not ready\n")
 
-    async def _metrics(self, _request: web.Request) -> web.Response:
+    async def _metrics(self, request: web.Request) -> web.Response:
+        body, content_type = self.metrics.exposition(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
+
+    def _state(self) -> Iterable[Metric]:
         n = self.node
-        gauges = {
-            "restores_in_flight": len(self.pods.slots),
-            "artifacts": len(n.stored),
-            "artifact_bytes": sum(x.bytes for x in n.stored.values()),
-            "node_capable": int(n.health.capable),
-        }
-        lines = [f"# TYPE vllmsnapshot_agent_{name} counter" for name in sorted({x.partition("{")[0] for x in n.counts})]
-        lines += [f"vllmsnapshot_agent_{name} {value}" for name, value in sorted(n.counts.items())]
-        for name, value in gauges.items():
-            lines += [f"# TYPE vllmsnapshot_agent_{name} gauge", f"vllmsnapshot_agent_{name} {value}"]
-        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain")
+        return node_state(
+            in_flight=len(self.pods.slots),
+            artifacts={x.content: x.bytes for x in n.stored.values()},
+            quarantined=[x.name for x in n.candidates() if x.quarantined],
+            capable=n.health.capable,
+            free=n.health.store_bytes_free,
+            checks=n.health.checks,
+            outbox=n.outbox.depth,
+        )
 
 
 def lock_node(store_dir: str) -> int:

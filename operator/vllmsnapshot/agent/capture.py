@@ -381,7 +381,7 @@ def _freeze(
     """Dump and copy; the tree is stopped when this returns or raises. Returns the captured files of the root file system."""
     before = time.monotonic()
     accelerator.before_dump(tree.processes)
-    by_accelerator = time.monotonic() - before
+    by_accelerator = phases["accelerator"] = time.monotonic() - before
     with namespaces.opened(draft.directory("images")) as images:
         outcome = criu.dump(container, tree.root.ns_pid, images, work, timeout_s=_left(deadline))
     phases["criu"] = outcome.phases["criu"]

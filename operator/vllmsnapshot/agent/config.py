@@ -27,10 +27,12 @@ class Config:
     )
     host: str = _option("", "VLLMSNAPSHOT_HEALTH_HOST", "address of the health endpoint; empty: all")
     port: int = _option(8081, "VLLMSNAPSHOT_HEALTH_PORT", "port of /healthz, /readyz and /metrics; 0: none")
+    metrics: str = _option("on", "VLLMSNAPSHOT_METRICS", "on or off: whether /metrics is served")
     resync_seconds: float = _option(10.0, "VLLMSNAPSHOT_RESYNC_SECONDS", "every pod is looked at this often, whatever wakes it")
     doctor_seconds: float = _option(300.0, "VLLMSNAPSHOT_DOCTOR_SECONDS", "pause between two examinations of the node")
     kubeconfig: str = _option("", "VLLMSNAPSHOT_KUBECONFIG", "kubeconfig file; empty: the pod's service account")
     log_level: str = _option("INFO", "VLLMSNAPSHOT_LOG_LEVEL", "DEBUG, INFO, WARNING or ERROR")
+    log_format: str = _option("text", "VLLMSNAPSHOT_LOG_FORMAT", "text, or json with one object per line")
 
 
 def parse(args: Sequence[str], env: Mapping[str, str]) -> Config:
@@ -55,6 +57,10 @@ def parse(args: Sequence[str], env: Mapping[str, str]) -> Config:
         parser.error(f"--accelerator {config.accelerator} is neither auto, cpu nor cuda")
     if config.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log-level {config.log_level} is not a level")
+    if config.log_format not in ("text", "json"):
+        parser.error(f"--log-format {config.log_format} is neither text nor json")
+    if config.metrics not in ("on", "off"):
+        parser.error(f"--metrics {config.metrics} is neither on nor off")
     return config
 
 

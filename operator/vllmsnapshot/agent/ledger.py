@@ -74,10 +74,14 @@ class Entry:
 
 @dataclass
 class Ledger:
-    """The entries of this node. Safe to use from several threads; `wrote` is called after every durable write."""
+    """The entries of this node. Safe to use from several threads.
+
+    `wrote` is called after every durable write, `settled` with outcome and reason of every restore that has ended, once.
+    """
 
     directory: str
     wrote: Callable[[str], None] = lambda _: None
+    settled: Callable[[str, str], None] = lambda _outcome, _reason: None
     _entries: dict[str, Entry] = field(default_factory=dict)
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
@@ -205,6 +209,8 @@ class Ledger:
                         Reason.FAILURE_BUDGET_SPENT,
                         f"{entry.consecutive} failed in a row, the last with {reason}: {message}",
                     )
+            # Before the write: memory has the end of this restore even if the disk refuses it.
+            self.settled(outcome, reason)
             self.put(content, entry)
             return True
 

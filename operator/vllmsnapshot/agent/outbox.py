@@ -38,6 +38,11 @@ class Outbox:
         if key not in self._tasks:
             self._tasks[key] = asyncio.create_task(self._run(key, tries), name=f"outbox {key}")
 
+    @property
+    def depth(self) -> int:
+        """How many keys have something that is still to be written."""
+        return len(self._next)
+
     def waits(self, key: str) -> bool:
         """Whether something is still to be written, or being written, under `key`."""
         return key in self._next

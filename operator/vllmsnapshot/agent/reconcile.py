@@ -30,6 +30,7 @@ from .cache import Cache
 from .control import Files, control_path, read_files, write_restored
 from .decide import Candidate, Pod, View, next_step
 from .ledger import Ledger
+from .metrics import Metrics
 from .nodeops import Digested, Health, NodeOps, Order, Stored, explain
 from .outbox import Outbox
 from .slots import Slots
@@ -81,8 +82,11 @@ class Node:
     stored: dict[str, Stored] = field(default_factory=dict)  # a copy of what the store holds; the store itself decides
     busy: Counter[str] = field(default_factory=Counter)  # contents whose files are in use
     told: dict[str, None] = field(default_factory=dict)  # names of events that were written
-    counts: Counter[str] = field(default_factory=Counter)  # for /metrics
+    metrics: Metrics = field(default_factory=Metrics)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(max_workers=64, thread_name_prefix="node"))
+
+    def __post_init__(self) -> None:
+        self.ledger.settled = self.metrics.settled
 
     async def thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something slow in a thread of our own (asyncio's pool is as small as the machine)."""
@@ -226,9 +230,9 @@ class Pods:
         if start.mode == "cold" and start.attended:
             await self._raise_pids(v)
         # `exclusive`: an answer that is there already, by whomever, stands.
-        await self._save(v, start, exclusive=True)
+        if await self._save(v, start, exclusive=True):
+            self.node.metrics.decided(start)
         log.info("%s/%s: %s (%s) %s", v.pod.ref.namespace, v.pod.ref.name, start.mode, start.reason, start.message)
-        self.node.counts[f'decisions_total{{mode="{start.mode}",reason="{start.reason}"}}'] += 1
         self._tell_start(v, start)
 
     def _tell_start(self, v: View, start: protocol.Start) -> None:
@@ -291,7 +295,6 @@ class Pods:
         n = self.node
         settled = await n.thread(self._settle_in_ledger, step.content, v.pod.ref.uid, step, self._budget(step.content))
         if settled:
-            n.counts[f'restores_total{{outcome="{step.outcome}"}}'] += 1
             note = f"{step.content}: {step.reason}: {step.message}"
             if step.outcome == "succeeded":
                 seconds = v.now - v.files.at.get(START, v.now)
@@ -319,6 +322,7 @@ class Pods:
         if step.start.attended:
             await self._raise_pids(v)
         await self._save(v, step.start)
+        self.node.metrics.decided(step.start)
         self._tell_start(v, step.start)
 
     async def _release(self, v: View, step: decide.Release) -> None:
@@ -366,10 +370,8 @@ class Pods:
                 reason, message = explain(e, Reason.DUMP_FAILED)
                 log.warning("%s/%s: capture %s: %s: %s", ref.namespace, ref.name, step.content, reason, message, exc_info=e)
                 await self._note_failed(step.content, uid, reason, message)
-                n.counts['captures_total{outcome="failed"}'] += 1
             else:
                 n.stored[step.content] = stored
-                n.counts['captures_total{outcome="succeeded"}'] += 1
         n.wake_content(step.content)
 
     def _say_again(self, uid: str) -> None:
@@ -446,13 +448,15 @@ class Pods:
         except Exception as e:
             log.warning("%s/%s: PIDs not raised: %s", v.pod.ref.namespace, v.pod.ref.name, explain(e, "Error")[1])
 
-    async def _save(self, v: View, message: Message, *, exclusive: bool = False) -> None:
-        await self.node.thread(self._write, v.pod.ref.uid, message, exclusive=exclusive)
+    async def _save(self, v: View, message: Message, *, exclusive: bool = False) -> bool:
+        return await self.node.thread(self._write, v.pod.ref.uid, message, exclusive=exclusive)
 
-    def _write(self, uid: str, message: Message, *, exclusive: bool = False) -> None:
+    def _write(self, uid: str, message: Message, *, exclusive: bool = False) -> bool:
+        """Write a control file; False if it is there already and must not be replaced."""
         with protocol.open_dir(control_path(self.node.kubelet_dir, uid)) as fd:
-            message.save(fd, exclusive=exclusive)
+            written = message.save(fd, exclusive=exclusive)
         self.node.wrote(message.FILE)
+        return written
 
     async def _try(self, doing: Awaitable[Any], what: str) -> None:
         try:
@@ -477,6 +481,7 @@ class Pods:
         key = f"pod/{v.pod.ref.uid}"
         if not (self._condition_differs(obj, said) or self._metadata_differs(obj, said) or self.node.outbox.waits(key)):
             return
+        self.node.metrics.will_report(v.pod.ref.uid, before, said.report)
 
         async def send() -> None:
             current = self.node.pods.get(v.pod.ref.uid)
@@ -489,7 +494,9 @@ class Pods:
             current = self.node.pods.get(v.pod.ref.uid)
             if current is not None and self._metadata_differs(current, said):
                 body = report.pod_metadata(v.pod.ref, said)
-                self.node.pods.put(await self.node.kube.apply(PODS, body, c.MANAGER_AGENT))
+                now = await self.node.kube.apply(PODS, body, c.MANAGER_AGENT)
+                self.node.pods.put(now)
+                self.node.metrics.reported(now)
                 self.node.wrote("pod metadata")
 
         self.node.outbox.post(key, send)
@@ -585,6 +592,7 @@ class Contents:
     def _write(self, obj: Object, status: VLLMSnapshotContentStatus) -> None:
         n, name, uid = self.node, obj["metadata"]["name"], obj["metadata"]["uid"]
         body = {"metadata": {"name": name, "uid": uid}, "status": status.dump()}
+        n.metrics.will_answer(name, obj, status)
 
         async def send() -> None:
             current = n.contents.get(name)
@@ -592,6 +600,7 @@ class Contents:
                 return
             now = await n.kube.apply(CONTENTS, body, c.MANAGER_AGENT, subresource="status")
             news = n.contents.put(now)
+            n.metrics.answered(now)
             n.wrote("content status")
             self._tell(now)
             if news:  # else the server dropped what is new to it (an older CRD), and would do so again

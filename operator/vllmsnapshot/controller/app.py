@@ -27,9 +27,10 @@ from .. import __version__
 from ..api import constants as c
 from ..kube import CONTENTS, NODES, PODS, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube
 from .health import Health
+from .metrics import Metrics
 from .observe import Key
 from .reconcile import Reconciler
-from .workqueue import WorkQueue
+from .workqueue import Wait, WorkQueue
 
 log = logging.getLogger("vllmsnapshot.operator")
 
@@ -49,6 +50,7 @@ class Options:
     health_port: int = 8080
     resync_s: float = 30.0
     workers: int = 4
+    metrics: bool = True
     kubeconfig: str | None = None
     log_level: str = "INFO"
     log_json: bool = False
@@ -61,14 +63,17 @@ class Operator:
         self.options = options
         self.queue: WorkQueue[Key] = WorkQueue()
         self.health = Health()
-        self.reconciler = reconciler or Reconciler(kube, options.agent_namespace)
+        self.metrics = Metrics()
+        self.metrics.attach(kube)
+        self.metrics.watch(self.queue, lambda: time.monotonic() - self._resynced)
+        self.reconciler = reconciler or Reconciler(kube, options.agent_namespace, metrics=self.metrics)
         self._kube = kube
         self._watching = False
         self._ended = False
         self._resynced = time.monotonic()
         self.health.live = {"watch": self._check_watch, "queue": self._check_queue, "resync": self._check_resync}
         self.health.ready = {"started": self._check_started}
-        self.health.metrics = self._metrics
+        self.health.exposition = self.metrics.exposition if options.metrics else None
 
     async def run(self, stop: asyncio.Event) -> None:
         """Run until `stop` is set or the watch ends, whatever ended it: never go on blind. Raises what made a part fail."""
@@ -77,7 +82,8 @@ class Operator:
             if not await self._wait_for_api(stop):
                 return
             async with asyncio.TaskGroup() as group:
-                background = [group.create_task(self.queue.work(self.handle)) for _ in range(self.options.workers)]
+                handle = self.metrics.timed(lambda key: "resync" if key == RESYNC else "snapshot", self.handle, Wait)
+                background = [group.create_task(self.queue.work(handle)) for _ in range(self.options.workers)]
                 background.append(group.create_task(self._resync()))
                 self._watching = True
                 try:
@@ -93,8 +99,10 @@ class Operator:
         """What a worker does with a key."""
         if key != RESYNC:
             return await self.reconciler.reconcile(key)
-        for found in await self.reconciler.observer.keys(self.options.namespaces):
-            self.queue.add(found)
+        found = await self.reconciler.observer.keys(self.options.namespaces)
+        for item in found:
+            self.queue.add(item)
+        self.metrics.keep(found)
         await self.reconciler.housekeep()
         self._resynced = time.monotonic()
         return None
@@ -193,15 +201,6 @@ class Operator:
         age = time.monotonic() - self._resynced
         return f"the last complete resync was {age:.0f} s ago" if age > STUCK_S + 5 * self.options.resync_s else None
 
-    def _metrics(self) -> dict[str, float]:
-        return {
-            "vllmsnapshot_operator_reconcile_total": self.queue.handled,
-            "vllmsnapshot_operator_reconcile_errors_total": self.queue.failed,
-            "vllmsnapshot_operator_queue_depth": self.queue.depth,
-            "vllmsnapshot_operator_queue_stuck_seconds": self.queue.stuck_s(),
-            "vllmsnapshot_operator_resync_age_seconds": time.monotonic() - self._resynced,
-        }
-
 
 def _settings() -> kopf.OperatorSettings:
     settings = kopf.OperatorSettings()
@@ -269,6 +268,7 @@ def parse(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ
         help="watch only this namespace; may be repeated; all by default [$WATCH_NAMESPACES, comma-separated]",
     )
     add("--health-port", type=int, default=int(env.get("HEALTH_PORT", "8080")), help="/healthz, /readyz, /metrics [$HEALTH_PORT]")
+    add("--metrics", default=env.get("METRICS", "on"), choices=["on", "off"], help="whether /metrics is served [$METRICS]")
     add("--resync", type=float, default=float(env.get("RESYNC_SECONDS", "30")), help="seconds between passes [$RESYNC_SECONDS]")
     add("--workers", type=int, default=int(env.get("WORKERS", "4")), help="claims reconciled at the same time [$WORKERS]")
     add("--kubeconfig", default=None, help="outside of a cluster; $KUBECONFIG by default")
@@ -283,6 +283,7 @@ def parse(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ
         health_port=args.health_port,
         resync_s=args.resync,
         workers=args.workers,
+        metrics=args.metrics == "on",
         kubeconfig=args.kubeconfig,
         log_level=args.log_level,
         log_json=args.log_format == "json",

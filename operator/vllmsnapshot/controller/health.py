@@ -20,7 +20,8 @@ class Health:
     def __init__(self) -> None:
         self.live: dict[str, Check] = {}
         self.ready: dict[str, Check] = {}
-        self.metrics: Callable[[], Mapping[str, float]] = dict
+        self.exposition: Callable[[str], tuple[bytes, str]] | None = None
+        """Answer and content type of `/metrics` for an Accept header; None: there is no such page."""
         self._runner: web.AppRunner | None = None
         self.port = 0
 
@@ -45,11 +46,11 @@ class Health:
     async def _readyz(self, _: web.Request) -> web.Response:
         return _answer({**self.live, **self.ready})
 
-    async def _metrics(self, _: web.Request) -> web.Response:
-        lines = []
-        for name, value in self.metrics().items():
-            lines += [f"# TYPE {name} {'counter' if name.endswith('_total') else 'gauge'}", f"{name} {value:g}"]
-        return web.Response(text="\n".join(lines) + "\n", content_type="text/plain", charset="utf-8")
+    async def _metrics(self, request: web.Request) -> web.Response:
+        if self.exposition is None:
+            raise web.HTTPNotFound
+        body, content_type = self.exposition(request.headers.get("Accept", ""))
+        return web.Response(body=body, headers={"Content-Type": content_type})
 
 
 def _answer(checks: Mapping[str, Check]) -> web.Response:

@@ -12,6 +12,7 @@ from ..kube import EVENTS, SNAPSHOTS, ApiError, Kube
 from ..world import Claim
 from . import events, status
 from .execute import Executor
+from .metrics import Metrics
 from .observe import Key, Observer
 from .plan import plan
 from .workqueue import Wait
@@ -22,8 +23,17 @@ log = logging.getLogger(__name__)
 class Reconciler:
     """Reconciles claims. `clock` gives seconds since the epoch; agents live in `agent_namespace`."""
 
-    def __init__(self, kube: Kube, agent_namespace: str, *, clock: Callable[[], float] = time.time, share_s: float = 1.0) -> None:
+    def __init__(
+        self,
+        kube: Kube,
+        agent_namespace: str,
+        *,
+        clock: Callable[[], float] = time.time,
+        share_s: float = 1.0,
+        metrics: Metrics | None = None,
+    ) -> None:
         self._kube = kube
+        self._metrics = metrics or Metrics()
         self._clock = clock
         self.observer = Observer(kube, agent_namespace, share_s=share_s)
         self._executor = Executor(kube, clock)
@@ -34,6 +44,7 @@ class Reconciler:
         # 1. Observe: live, from the API server.
         seen = await self.observer.claim(key)
         if seen is None:
+            self._metrics.gone(key)
             return None
         claim, observed = seen
         # 2. Plan: pure.
@@ -46,6 +57,7 @@ class Reconciler:
             return todo.requeue_after
         # 4. Report: one write, only if something changed.
         report = status.compute(claim, observed, todo.gate, outcome.problems, self._clock())
+        self._metrics.saw(claim, observed, report)
         if status.changed(claim, report):
             await self._write(claim, report.dump())
             # 5. Events: on transitions, once they are on record.

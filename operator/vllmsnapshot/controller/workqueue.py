@@ -59,8 +59,6 @@ class WorkQueue(Generic[K]):
         self._again: dict[K, float] = {}
         self._failures: dict[K, int] = {}
         self._changed = asyncio.Event()
-        self.handled = 0
-        self.failed = 0
 
     # --- producers ---------------------------------------------------------------------------------------------------
 
@@ -106,7 +104,6 @@ class WorkQueue(Generic[K]):
         """`key` was handled. Not ok: it comes back with back-off. `requeue_after_s`: it comes back after these seconds."""
         now = self._clock()
         del self._running[key]
-        self.handled += 1
         when = self._again.pop(key, None)
         if when is not None:
             self._schedule(key, when)
@@ -115,7 +112,6 @@ class WorkQueue(Generic[K]):
             if requeue_after_s is not None:
                 self._schedule(key, now + max(0.0, requeue_after_s))
         else:
-            self.failed += 1
             failures = self._failures[key] = self._failures.get(key, 0) + 1
             self._schedule(key, now + self._backoff.delay(failures, self._random()))
 
