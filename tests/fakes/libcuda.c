@@ -18,7 +18,7 @@
  *
  * A PID that is neither does not use CUDA. For both:
  *
- *   config       NAME=VALUE lines: driver, api, count, name, mig, virtual, free; see `config`
+ *   config       NAME=VALUE lines: driver, api, count, name, mig, virtual, compute, free; see `config`
  *   control      lines "CALL NTH KIND [NUMBER]": what happens at the nth call of that name (0: at every one). KIND is
  *                  error N    fail with N, nothing changes          late N    fail with N, though it has been done
  *                  stay       succeed, nothing changes              state N   succeed, the state is N afterwards
@@ -561,6 +561,13 @@ int nvmlDeviceGetVirtualizationMode(device d, int *mode)
 {
 	(void)d;
 	*mode = atoi(config("virtual", "0"));
+	return SUCCESS;
+}
+
+int nvmlDeviceGetComputeMode(device d, unsigned int *mode)
+{
+	(void)d;
+	*mode = (unsigned int)atoi(config("compute", "0"));
 	return SUCCESS;
 }
 

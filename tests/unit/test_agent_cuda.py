@@ -15,20 +15,24 @@ import socket
 import subprocess
 from collections.abc import Iterator, Mapping
 from pathlib import Path
+from types import SimpleNamespace as Box
 from typing import Any, cast
 
 import pytest
 
 from tests.fakes import build_libcuda
 from vllmsnapshot.agent import capture as capturing
-from vllmsnapshot.agent import config, cuda
-from vllmsnapshot.agent.accelerator import MEMORY_USED, PIDS, UUID, Cpu
+from vllmsnapshot.agent import config, cuda, doctor, gpu_doctor
+from vllmsnapshot.agent import restore as restoring
+from vllmsnapshot.agent.accelerator import MEMORY_USED, PIDS, UUID, Accelerator, Cpu
 from vllmsnapshot.agent.capture import Tree
 from vllmsnapshot.agent.containers import Container, Process
+from vllmsnapshot.agent.criu import Criu
 from vllmsnapshot.agent.cuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Cuda, Limits
 from vllmsnapshot.agent.errors import AgentError, CaptureError, RestoreError
 from vllmsnapshot.agent.identity import Node, compare_node
 from vllmsnapshot.agent.local import LocalOps
+from vllmsnapshot.agent.store import Manifest
 from vllmsnapshot.api.constants import Reason
 
 OLD = "GPU-00000000-0000-0000-0000-000000000000"
@@ -549,21 +553,156 @@ def test_a_restored_process_that_the_driver_does_not_know(gpu: Gpu, container: C
 # --- around it -------------------------------------------------------------------------------------------------------
 
 
-def test_the_choice(gpu: Gpu, tmp_path: Path) -> None:
-    none, one = tmp_path / "none", tmp_path / "one"
-    none.mkdir()
-    one.mkdir()
-    (none / "nvidiactl").touch()
-    (one / "nvidia0").touch()
-    assert isinstance(cuda.choose("cpu", dev=one, env=gpu.env), Cpu)
-    assert isinstance(cuda.choose("auto", dev=none, env=gpu.env), Cpu)
-    assert isinstance(cuda.choose("auto", dev=one, env={**gpu.env, cuda.LIBCUDA: "/nonexistent"}), Cpu)
-    assert isinstance(cuda.choose("cuda", dev=none, env=gpu.env), Cuda)
-    chosen = cuda.choose("auto", dev=one, env=gpu.env)
-    assert isinstance(chosen, Cuda)
-    chosen.close()
-    gpu.reset(count=0)
-    assert isinstance(cuda.choose("auto", dev=one, env=gpu.env), Cpu)
+class Host:
+    """The places where a node tells of its GPUs, and the fake driver."""
+
+    def __init__(self, directory: Path, gpu: Gpu) -> None:
+        self.dev, self.proc, self.gpu = directory / "dev", directory / "proc", gpu
+        self.dev.mkdir()
+        self.proc.mkdir()
+        self.env = dict(gpu.env)
+
+    def add(self, *devices: str) -> Host:
+        for name in devices:
+            (self.dev / name).touch()
+        return self
+
+    def load_module(self) -> Host:
+        (self.proc / "driver/nvidia").mkdir(parents=True)
+        text = "NVRM version: NVIDIA UNIX Open Kernel Module for x86_64  580.95.05  Release Build\nGCC version: 12.2.0\n"
+        (self.proc / "driver/nvidia/version").write_text(text)
+        return self
+
+    def look(self, wanted: str = "auto", current: Accelerator | None = None) -> tuple[Accelerator, dict[str, tuple[str, str]]]:
+        """The accelerator after an examination, and status and text of each finding."""
+        before = Cpu() if current is None else current
+        accelerator, seen = cuda.survey(before, wanted, dev=self.dev, proc=self.proc, env=self.env)
+        checks = gpu_doctor.checks(seen)
+        found = {name: check() for name, check in checks}
+        assert all(remedy for status, _, remedy in found.values() if status != "Pass")
+        assert all(name.startswith(doctor.GPU) for name in found)
+        if accelerator is not before and isinstance(accelerator, Cuda):
+            accelerator.close()
+        return accelerator, {name: (status, f"{message} | {remedy}") for name, (status, message, remedy) in found.items()}
+
+
+@pytest.fixture
+def node(tmp_path: Path, gpu: Gpu) -> Host:
+    return Host(tmp_path, gpu)
+
+
+def test_a_node_without_gpu_passes(node: Host) -> None:
+    # As with the toolkit installed and no driver.
+    accelerator, found = node.add("nvidiactl").look()
+    assert isinstance(accelerator, Cpu)
+    assert found == {"gpu-driver": ("Pass", "no GPU | None")}
+    assert node.gpu.count("Init") == 0
+    assert not gpu_doctor.present(cuda.survey(Cpu(), "auto", dev=node.dev, proc=node.proc)[1])
+
+
+def test_gpus_that_are_not_to_be_used_are_not_looked_at(node: Host) -> None:
+    accelerator, found = node.add("nvidia0").load_module().look("cpu")
+    assert isinstance(accelerator, Cpu)
+    assert found["gpu-driver"][0] == "Pass"
+    assert node.gpu.count("Init") == 0
+
+
+def test_a_gpu_that_can_be_used_is(node: Host) -> None:
+    accelerator, found = node.add("nvidia0").load_module().look()
+    assert isinstance(accelerator, Cuda)
+    assert {name: status for name, (status, _) in found.items()} == {
+        "gpu-driver": "Pass",
+        "gpu-mode": "Pass",
+        "gpu-memory": "Pass",
+    }
+    # Again with the same one.
+    assert node.look(current=accelerator)[0] is accelerator
+    accelerator.close()
+
+
+def test_a_driver_that_comes_later_is_taken_up(node: Host) -> None:
+    node.env[cuda.LIBCUDA] = "/nonexistent/libcuda.so.1"
+    accelerator, found = node.add("nvidia0").look()
+    assert isinstance(accelerator, Cpu)
+    status, text = found["gpu-driver"]
+    assert status == "Fail"
+    assert "/nonexistent/libcuda.so.1: cannot open shared object file" in text
+    assert "agent.runtimeClassName: nvidia" in text
+    node.env = node.gpu.env
+    assert isinstance(node.look(current=accelerator)[0], Cuda)
+
+
+def test_a_driver_that_does_not_reach_the_agent(node: Host) -> None:
+    accelerator, found = node.load_module().look()
+    assert isinstance(accelerator, Cpu)
+    status, text = found["gpu-driver"]
+    assert status == "Fail"
+    assert "580.95.05, but no /dev/nvidia0" in text
+    assert "delete the agent's pod" in text
+
+
+def test_a_driver_that_went_away_is_found_out(node: Host) -> None:
+    accelerator, _ = node.add("nvidia0").look()
+    node.gpu.inject("Facts 0 error 999")
+    again, found = node.look(current=accelerator)
+    assert again is accelerator
+    assert found["gpu-driver"][0] == "Fail"
+    assert isinstance(accelerator, Cuda)
+    accelerator.close()
+
+
+@pytest.mark.parametrize("files", [False, True])
+@pytest.mark.parametrize("fault", ["", "Init 0 error 100", "Init 0 die", "Init 0 hang", "nvmlInit 0 error 9", "no library"])
+def test_an_unusable_driver_fails_where_it_is_asked_for(node: Host, fault: str, files: bool) -> None:
+    node.gpu.reset(**({} if fault else {"count": 0}))
+    if fault == "no library":
+        node.env[cuda.LIBNVML] = "/nonexistent"
+    elif fault:
+        node.gpu.inject(fault)
+    if files:
+        node.add("nvidia0")
+    accelerator = node.gpu.accelerator(env=node.env)
+    with contextlib.closing(accelerator):
+        again, found = node.look("cuda", current=accelerator)
+    # What is asked for stays: captures fail with the reason instead of being made without the GPU.
+    assert again is accelerator
+    assert found["gpu-driver"][0] == "Fail"
+
+
+@pytest.mark.parametrize(
+    ("config", "check", "status", "words"),
+    [
+        (
+            {"driver": "570.124.06", "api": 12080},
+            "gpu-driver",
+            "Fail",
+            "570.124.06, CUDA API 12080: too old | install driver 580",
+        ),
+        ({"driver": "580.95.05", "api": 12080}, "gpu-driver", "Fail", "too old"),
+        ({"mig": 1}, "gpu-mode", "Fail", "MIG is on | turn MIG off (nvidia.com/mig.config: all-disabled)"),
+        ({"virtual": 2}, "gpu-mode", "Fail", "a vGPU | pass the whole GPU"),
+        ({"virtual": 1}, "gpu-mode", "Pass", "Fake H200 (1)"),
+        ({"compute": 2}, "gpu-mode", "Fail", "Prohibited | set the compute mode to Default"),
+        ({"compute": 3}, "gpu-mode", "Warn", "Exclusive"),
+        ({"free": 1 << 30}, "gpu-memory", "Pass", ""),
+        ({"free": (1 << 37) - (20 << 30), "idle": 1}, "gpu-memory", "Warn", "20.0 GiB are in use, by no process"),
+        ({"free": (1 << 37) - (1 << 30), "idle": 1}, "gpu-memory", "Pass", ""),
+    ],
+)
+def test_settings_of_gpus(node: Host, config: Mapping[str, Any], check: str, status: str, words: str) -> None:
+    node.gpu.reset(**{k: v for k, v in config.items() if k != "idle"})
+    if "idle" in config:
+        shutil.rmtree(node.gpu.directory / "used")
+    _, found = node.add("nvidia0").look()
+    assert found[check][0] == status
+    assert words in found[check][1]
+
+
+def test_one_gpu_with_mig_among_others_is_a_warning() -> None:
+    good = {"uuid": "a", "mig": False, "virtual": 0, "compute": 0, "name": "x"}
+    bad = {**good, "uuid": "b", "mig": True}
+    assert gpu_doctor.mode([good, bad])[0] == "Warn"
+    assert gpu_doctor.mode([bad, bad])[0] == "Fail"
 
 
 def test_the_setting(capsys: pytest.CaptureFixture[str]) -> None:
@@ -578,6 +717,44 @@ def test_devices_of_nvidia_are_claimed(gpu: Gpu) -> None:
     assert gpu.cuda.claims("/dev/nvidia0")
     assert gpu.cuda.claims("/dev/nvidia-uvm")
     assert not gpu.cuda.claims("/dev/kfd")
+
+
+@pytest.mark.parametrize("recorded", [{}, {UUID: OLD}])
+def test_a_tree_without_gpu_is_restored_whatever_the_driver_says(
+    monkeypatch: pytest.MonkeyPatch, recorded: dict[str, str]
+) -> None:
+    class Unusable(Cpu):
+        def facts(self) -> Mapping[str, str]:
+            raise AgentError(Reason.GPU_UNAVAILABLE, "no driver")
+
+    def node_facts(*_: object, accelerator: Mapping[str, str]) -> None:
+        assert accelerator == {}
+        raise RestoreError(Reason.IDENTITY_MISMATCH, "as far as this")
+
+    monkeypatch.setattr("vllmsnapshot.agent.identity.node_facts", node_facts)
+    container = cast(Container, Box(namespace=lambda _: os.readlink("/proc/self/ns/user"), proc=Path("/proc")))
+    criu = cast(Criu, Box(version=lambda: "4.2.1", program=Path("criu")))
+    with pytest.raises(AgentError) as error:
+        restoring._check_place(container, cast(Manifest, Box(environment=recorded)), criu, Unusable())
+    assert error.value.reason == (Reason.GPU_UNAVAILABLE if recorded else Reason.IDENTITY_MISMATCH)
+
+
+def test_a_driver_that_fails_is_no_fault_of_the_node(tmp_path: Path, gpu: Gpu) -> None:
+    flags = [
+        "--node-name=n",
+        f"--store-dir={tmp_path}",
+        f"--kubelet-dir={tmp_path}",
+        f"--criu-prefix={tmp_path}",
+        "--accelerator",
+    ]
+    broken = gpu.accelerator(env={**gpu.env, cuda.LIBCUDA: "/nonexistent/libcuda.so.1"})
+    health = LocalOps(config.parse([*flags, "cuda"], {}), accelerator=broken).doctor()
+    assert health.gpu is not None
+    assert "/nonexistent/libcuda.so.1" in health.gpu
+    assert "gpu" not in health.message
+    health = LocalOps(config.parse([*flags, "cuda"], {}), accelerator=gpu.cuda).doctor()
+    assert health.gpu == ""
+    assert LocalOps(config.parse([*flags, "cpu"], {})).doctor().gpu is None
 
 
 class _Broken(Cpu):

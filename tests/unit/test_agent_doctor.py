@@ -8,6 +8,7 @@ import pytest
 
 from vllmsnapshot.agent import doctor
 from vllmsnapshot.agent.criu import Criu, CriuError
+from vllmsnapshot.agent.nodeops import Health
 
 V1 = """30 1 0:25 / /host/cgroup rw - tmpfs tmpfs rw
 31 30 0:26 / /host/cgroup/memory rw - cgroup cgroup rw,memory
@@ -113,6 +114,17 @@ def test_an_examination_never_raises_and_every_failure_has_a_remedy(tmp_path: Pa
     names = [c.name for c in checks]
     assert len(names) == len(set(names))
     assert all(c.remedy for c in checks if c.status != "Pass")
-    capable, message = doctor.capable(checks)
-    assert not capable
-    assert "criu: " in message
+    assert "criu: " in doctor.trouble(checks)
+    assert doctor.trouble(checks, gpu=True) == ""
+
+
+def test_gpus_are_no_obstacle_to_replicas_without_one(tmp_path: Path) -> None:
+    more = [(f"{doctor.GPU}driver", lambda: doctor.failed("too old", "install a newer one"))]
+    checks = doctor.examine(Criu(prefix=tmp_path), tmp_path / "store", tmp_path / "kubelet", proc=tmp_path, more=more)
+    assert "too old" not in doctor.trouble(checks)
+    assert doctor.trouble(checks, gpu=True) == "gpu-driver: too old (install a newer one)"
+    health = Health(capable=True, gpu=doctor.trouble(checks, gpu=True))
+    assert health.obstacle(gpu=False) == ""
+    assert "too old" in health.obstacle(gpu=True)
+    assert Health(capable=True).obstacle(gpu=True) == ""
+    assert Health(capable=False, message="no CRIU", gpu="").obstacle(gpu=True) == "no CRIU"

@@ -7,6 +7,7 @@ import time
 from collections.abc import Awaitable, Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -164,6 +165,25 @@ async def test_cold_without_a_barrier(box: Box, settings: PodSettings, health: H
     box.serving(uid)
     await box.settle()
     assert box.verified("a") == ("True", Reason.VERIFIED)
+
+
+@pytest.mark.parametrize("resources", [{"limits": {"nvidia.com/gpu": "1"}}, {"claims": [{"name": "gpu"}]}])
+async def test_only_replicas_with_a_gpu_depend_on_the_gpus(box: Box, resources: dict[str, Any]) -> None:
+    box.node.health = Health(capable=True, gpu="gpu-driver: NVIDIA driver 570 is too old")
+    box.add_content("art", "gone", captured=True)
+    with_gpu, without = box.add_pod("a"), box.add_pod("b")
+    box.kube.touch(box.pod("a"))["spec"]["containers"][0]["resources"] = resources
+    box.sync()
+    for uid in (with_gpu, without):
+        box.hello(uid)
+    await box.settle()
+    start = box.files(with_gpu).start
+    assert start is not None
+    assert (start.mode, start.attended, start.reason) == ("cold", False, Reason.NODE_NOT_CAPABLE)
+    assert "570 is too old" in start.message
+    start = box.files(without).start
+    assert start is not None
+    assert start.mode == "restore"
 
 
 async def test_another_protocol_is_answered_with_an_unattended_cold_start(box: Box) -> None:

@@ -18,7 +18,7 @@ from vllmsnapshot.agent.ledger import Entry, Why
 from vllmsnapshot.agent.nodeops import Health, PodRef
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
-from vllmsnapshot.api.types import Check, PodReport, PodSettings, VLLMSnapshotContentStatus, VLLMSnapshotNodeStatus
+from vllmsnapshot.api.types import Check, Condition, PodReport, PodSettings, VLLMSnapshotContentStatus, VLLMSnapshotNodeStatus
 from vllmsnapshot.controller import pods as controller_pods
 from vllmsnapshot_child.protocol import Hello, Ready, Release, Restored, Serving, Start
 
@@ -170,6 +170,22 @@ def test_the_nodes_status_is_written_on_news_only() -> None:
         assert report.node_changed(old, new)
     assert report.node_changed(old, report.node_status(health, [], 0, old, NOW))
     assert report.node_changed(old, report.node_status(health, [artifact("art", "u")], 1, old, NOW))
+
+
+def test_a_node_says_of_its_gpus_apart_from_all_else() -> None:
+    def conditions(old: VLLMSnapshotNodeStatus, now: float, **health: Any) -> tuple[VLLMSnapshotNodeStatus, dict[str, Condition]]:
+        new = report.node_status(Health(capable=True, **health), [], 0, old, now)
+        return new, {x.type: x for x in new.conditions or []}
+
+    old, found = conditions(VLLMSnapshotNodeStatus(), NOW)
+    assert found.keys() == {c.READY}, "a node without GPU says nothing of any"
+    old, found = conditions(old, NOW + 1, gpu="gpu-driver: too old")
+    assert (found[c.READY].status, found[c.READY].last_transition_time) == ("True", facts.rfc3339(NOW))
+    assert found[c.READY].message == "all checks but those of the GPU passed"
+    gpu = found[c.GPU_READY]
+    assert (gpu.status, gpu.reason, gpu.message) == ("False", Reason.GPU_UNAVAILABLE, "gpu-driver: too old")
+    _, found = conditions(old, NOW + 2, gpu="")
+    assert (found[c.GPU_READY].status, found[c.GPU_READY].last_transition_time) == ("True", facts.rfc3339(NOW + 2))
 
 
 def test_an_event_written_twice_is_one_event() -> None:

@@ -123,7 +123,8 @@ def capture(
             draft = stack.enter_context(store.draft(request.content))
             work = stack.enter_context(store.work_dir())
             mounts = container.mounts()
-            facts = identity.node_facts(criu.version(), criu.program, accelerator=accelerator.facts())
+            # A tree that uses no device does not depend on the node's.
+            facts = identity.node_facts(criu.version(), criu.program, accelerator=accelerator.facts() if recorded else {})
             stdio = stdio_names(container)
             phases["preflight"] = time.monotonic() - started
             try:

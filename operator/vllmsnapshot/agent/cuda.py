@@ -29,13 +29,13 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..api.constants import Reason
-from .accelerator import MEMORY_USED, PIDS, UUID, Accelerator, Cpu
+from .accelerator import MEMORY_USED, PIDS, UUID, Accelerator
 from .errors import AgentError, CaptureError, RestoreError
 
 if TYPE_CHECKING:
@@ -304,32 +304,18 @@ class Cuda:
 
     # --- facts -------------------------------------------------------------------------------------------------------
 
-    def devices(self) -> int:
-        """How many GPUs there are. Raises DriverError if the driver cannot be used."""
+    def examine(self) -> Mapping[str, Any]:
+        """Driver and GPUs as `_Driver.Facts` tells them. Raises DriverError if the driver cannot be used."""
         with self._session() as session:
-            return len(session.call("Facts", self._limits.query)["devices"])
+            facts: Mapping[str, Any] = session.call("Facts", self._limits.query)
+            return facts
 
     def facts(self) -> Mapping[str, str]:
         """Driver and GPUs of the node. Raises AgentError."""
         try:
-            with self._session() as session:
-                facts = session.call("Facts", self._limits.query)
+            return describe(self.examine())
         except DriverError as e:
             raise AgentError(Reason.GPU_UNAVAILABLE, str(e)) from e
-        devices = facts["devices"]
-
-        def of_all(name: str) -> str:
-            # A node has GPUs of one kind; where it has several, an artifact is bound to the same mixture.
-            return ", ".join(sorted({str(d[name]) for d in devices})) or "none"
-
-        return {
-            DRIVER_VERSION: facts["driver"],
-            CUDA_API: str(facts["api"]),
-            PRODUCT: of_all("name"),
-            COMPUTE_CAPABILITY: of_all("capability"),
-            MEMORY: of_all("total"),
-            MIG: of_all("mig"),
-        }
 
     def claims(self, device: str) -> bool:
         """The GPUs, and the driver's control devices."""
@@ -578,8 +564,7 @@ class Cuda:
     def _supported(self, facts: Mapping[str, Any], minors: set[int], error: type[AgentError]) -> Mapping[str, Any]:
         """The one GPU of these minor numbers. Raises `error` where it cannot be captured or restored, naming the setting."""
         reason = Reason.GPU_NOT_SUPPORTED
-        major = int(re.match(r"\d*", facts["driver"])[0] or 0)  # type: ignore[index]
-        if major < DRIVER_MINIMUM or facts["api"] < API_MINIMUM:
+        if too_old(facts):
             raise error(
                 reason,
                 f"NVIDIA driver {facts['driver']} (CUDA API {facts['api']}) is too old: "
@@ -599,6 +584,29 @@ class Cuda:
         if device["virtual"] >= VGPU:
             raise error(reason, f"GPU {device['uuid']} is a vGPU: pass the whole GPU through to the machine")
         return device
+
+
+def describe(facts: Mapping[str, Any]) -> Mapping[str, str]:
+    """What of the driver's answer (`_Driver.Facts`) identifies a node."""
+
+    def of_all(name: str) -> str:
+        # A node has GPUs of one kind; where it has several, an artifact is bound to the same mixture.
+        return ", ".join(sorted({str(d[name]) for d in facts["devices"]})) or "none"
+
+    return {
+        DRIVER_VERSION: facts["driver"],
+        CUDA_API: str(facts["api"]),
+        PRODUCT: of_all("name"),
+        COMPUTE_CAPABILITY: of_all("capability"),
+        MEMORY: of_all("total"),
+        MIG: of_all("mig"),
+    }
+
+
+def too_old(facts: Mapping[str, Any]) -> bool:
+    """Whether the driver lacks what is needed."""
+    major = int(re.match(r"\d*", facts["driver"])[0] or 0)  # type: ignore[index]
+    return major < DRIVER_MINIMUM or facts["api"] < API_MINIMUM
 
 
 def _twice(operation: Callable[[], _T]) -> _T:
@@ -635,24 +643,61 @@ def _visible(container: Container) -> set[int]:
             return {int(m[1]) for name in os.listdir(fd) if (m := _DEVICE.fullmatch(f"/dev/{name}"))}
 
 
-def choose(wanted: str, *, dev: Path = Path("/dev"), env: Mapping[str, str] | None = None) -> Accelerator:
-    """The accelerator for the setting `auto`, `cpu` or `cuda`. Does not fail: a GPU that cannot be used is one that no replica
-    is captured on."""
-    if wanted == "cpu":
-        return Cpu()
-    cuda = Cuda(env=env)
-    if wanted == "cuda":
-        return cuda
-    if not any(_DEVICE.fullmatch(f"/dev/{f.name}") for f in dev.glob("nvidia*")):
-        return Cpu()
+@dataclass(frozen=True, kw_only=True)
+class Survey:
+    """What can be seen of the node's GPUs from the agent's container."""
+
+    wanted: str
+    """The setting: auto, cpu or cuda."""
+    files: bool = False
+    """Whether there is a /dev/nvidia0 (any number)."""
+    module: str = ""
+    """Version of the kernel's driver, empty if none is loaded. Seen without any library and without device files."""
+    facts: Mapping[str, Any] | None = None
+    """As the driver tells them (`_Driver.Facts`); None if it was not asked, or did not answer."""
+    error: str = ""
+    """Why it did not answer."""
+
+
+def survey(
+    current: Accelerator,
+    wanted: str,
+    *,
+    dev: Path = Path("/dev"),
+    proc: Path = Path("/proc"),
+    env: Mapping[str, str] | None = None,
+) -> tuple[Accelerator, Survey]:
+    """Look at the GPUs; returns the accelerator to use from now on too, which is another one than `current` when a driver was found.
+
+    Does not fail: a GPU that cannot be used is one that no replica is captured on.
+    """
+    seen = Survey(wanted=wanted, files=_device_files(dev), module=_module(proc))
+    if wanted == "cpu" or (wanted == "auto" and not seen.files and not isinstance(current, Cuda)):
+        return current, seen
+    cuda = current if isinstance(current, Cuda) else Cuda(env=env)
     try:
-        if cuda.devices():
-            return cuda
-        log.warning("there are files /dev/nvidia*, but the driver knows no GPU: replicas with a GPU start cold")
+        facts = cuda.examine()
     except DriverError as e:
-        log.warning("%s: replicas with a GPU start cold", e)
-    cuda.close()
-    return Cpu()
+        seen = replace(seen, error=str(e))
+    else:
+        seen = replace(seen, facts=facts, error="" if facts["devices"] else "the driver knows no GPU")
+    if cuda is not current and wanted == "auto" and seen.error:
+        cuda.close()
+        return current, seen
+    return cuda, seen
+
+
+def _device_files(dev: Path) -> bool:
+    return any(_DEVICE.fullmatch(f"/dev/{f.name}") for f in dev.glob("nvidia*"))
+
+
+def _module(proc: Path) -> str:
+    """Version of the kernel's driver, empty if there is none."""
+    with contextlib.suppress(OSError):
+        first = (proc / "driver/nvidia/version").read_text(errors="replace").partition("\n")[0]
+        if match := re.search(r"\b(\d+\.\d[\d.]*)\b", first):
+            return match[1]
+    return ""
 
 
 # --- the helper: a process of its own, standard library only ---------------------------------------------------------
@@ -661,6 +706,7 @@ VGPU: Final = 2
 """NVML_GPU_VIRTUALIZATION_MODE_VGPU; above it, modes of a hypervisor's host. Below: none (0), passed through (1)."""
 
 NVML_NOT_SUPPORTED: Final = 3
+NVML_INSUFFICIENT_SIZE: Final = 7
 UNKNOWN_BYTES: Final = (1 << 64) - 1
 
 
@@ -757,10 +803,12 @@ class _Driver:
         self._ask("nvmlDeviceGetCudaComputeCapability", handle, ctypes.byref(major_cc), ctypes.byref(minor_cc))
         memory = _Memory()
         self._ask("nvmlDeviceGetMemoryInfo", handle, ctypes.byref(memory))
-        mig, pending, virtual = ctypes.c_uint(0), ctypes.c_uint(0), ctypes.c_int(0)
+        mig, pending, virtual, compute = ctypes.c_uint(0), ctypes.c_uint(0), ctypes.c_int(0), ctypes.c_uint(0)
         # Not supported by GPUs that have no MIG, and where nothing is virtual.
         self._ask("nvmlDeviceGetMigMode", handle, ctypes.byref(mig), ctypes.byref(pending), may=NVML_NOT_SUPPORTED)
         self._ask("nvmlDeviceGetVirtualizationMode", handle, ctypes.byref(virtual), may=NVML_NOT_SUPPORTED)
+        self._ask("nvmlDeviceGetComputeMode", handle, ctypes.byref(compute), may=NVML_NOT_SUPPORTED)
+        running = self._running(handle)
         return {
             "name": name.value.decode(errors="replace"),
             "uuid": uuid.value.decode(errors="replace"),
@@ -770,15 +818,19 @@ class _Driver:
             "free": memory.free,
             "mig": bool(mig.value),
             "virtual": virtual.value,
-            "used": self._used(handle, pids) if pids else None,
+            "compute": compute.value,
+            "processes": None if running is None else len(running),
+            "used": _sum(n for pid, n in running or () if pid in pids),
         }
 
-    def _used(self, handle: ctypes.c_void_p, pids: set[int]) -> int | None:
+    def _running(self, handle: ctypes.c_void_p) -> list[tuple[int, int]] | None:
+        """Processes with a context on the device and their bytes; None if it cannot be told."""
         infos = (_ProcessInfo * 256)()
         count = ctypes.c_uint(len(infos))
-        self._ask("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), infos)
-        used = [int(i.used) for i in infos[: count.value] if i.pid in pids]
-        return None if UNKNOWN_BYTES in used or not used else sum(used)
+        may = (NVML_NOT_SUPPORTED, NVML_INSUFFICIENT_SIZE)
+        if self._ask("nvmlDeviceGetComputeRunningProcesses_v3", handle, ctypes.byref(count), infos, may=may):
+            return None
+        return [(int(i.pid), int(i.used)) for i in infos[: count.value]]
 
     def _call(self, name: str, *args: Any) -> None:
         try:
@@ -791,14 +843,22 @@ class _Driver:
             self._cuda.cuGetErrorName(ctypes.c_int(code), ctypes.byref(text))
             raise DriverError(f"{name}: {(text.value or b'unknown error').decode()} ({code})", code)
 
-    def _ask(self, name: str, *args: Any, may: int = 0) -> None:
+    def _ask(self, name: str, *args: Any, may: int | tuple[int, ...] = 0) -> int:
+        """A call of NVML that succeeds or answers what it `may`. Raises DriverError."""
         try:
             function = getattr(self._nvml, name)
         except AttributeError as e:
             raise DriverError(f"libnvidia-ml has no {name}") from e
-        code = function(*args)
-        if code not in (0, may):
+        code = int(function(*args))
+        if code and code not in (may if isinstance(may, tuple) else (may,)):
             raise DriverError(f"{name}: NVML error {code}", -code)
+        return code
+
+
+def _sum(values: Iterable[int]) -> int | None:
+    """The sum; None of nothing, or where one of them is not known."""
+    found = list(values)
+    return None if UNKNOWN_BYTES in found or not found else sum(found)
 
 
 def _uuid_bytes(text: str) -> bytes:

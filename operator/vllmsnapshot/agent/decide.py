@@ -50,6 +50,7 @@ class Pod:
     deleting: bool = False
     finished: bool = False
     foreign: bool = False  # the server is vLLM's own snapshot child
+    gpu: bool = False  # asks for a GPU
     decision_timeout_s: float = INIT_DECISION_TIMEOUT_S
     created: float = 0.0
     scheduled: float | None = None

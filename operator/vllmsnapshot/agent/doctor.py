@@ -6,7 +6,7 @@ import os
 import platform
 import re
 import secrets
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -34,22 +34,36 @@ CAPABILITIES: Final = {
 CAP_SYS_RESOURCE: Final = 24
 
 Finding = tuple[str, str, str | None]
+"""Status, message, remedy."""
+
+GPU: Final = "gpu-"
+"""What the names of checks of GPUs begin with (`gpu_doctor`)."""
 
 
-def _fail(message: str, remedy: str) -> Finding:
+def failed(message: str, remedy: str) -> Finding:
+    """It does not work."""
     return "Fail", message, remedy
 
 
-def _warn(message: str, remedy: str) -> Finding:
+def warned(message: str, remedy: str) -> Finding:
+    """It works, but."""
     return "Warn", message, remedy
 
 
-def _pass(message: str) -> Finding:
+def passed(message: str) -> Finding:
+    """It works."""
     return "Pass", message, None
 
 
-def examine(criu: Criu, store_dir: Path, kubelet_dir: Path, *, proc: Path = Path("/proc")) -> list[Check]:
-    """All checks, in the order in which a failure would be met. Takes a fraction of a second; never raises."""
+def examine(
+    criu: Criu,
+    store_dir: Path,
+    kubelet_dir: Path,
+    *,
+    proc: Path = Path("/proc"),
+    more: Sequence[tuple[str, Callable[[], Finding]]] = (),
+) -> list[Check]:
+    """All checks, in the order in which a failure would be met, then `more`. Takes a fraction of a second; never raises."""
     checks: list[tuple[str, Callable[[], Finding]]] = [
         ("kernel", lambda: kernel(platform.release())),
         ("machine", lambda: machine(platform.machine())),
@@ -63,36 +77,38 @@ def examine(criu: Criu, store_dir: Path, kubelet_dir: Path, *, proc: Path = Path
         ("kubelet-dir", lambda: kubelet(kubelet_dir)),
         ("io-uring", lambda: io_uring(proc)),
         ("memory", lambda: memory((proc / "meminfo").read_text())),
+        *more,
     ]
     done = []
     for name, check in checks:
         try:
             status, message, remedy = check()
         except Exception as e:
-            status, message, remedy = _fail(f"cannot be examined: {type(e).__name__}: {e}", "see the agent's log")
+            status, message, remedy = failed(f"cannot be examined: {type(e).__name__}: {e}", "see the agent's log")
         done.append(Check.model_validate({"name": name, "status": status, "message": message[:1000], "remedy": remedy}))
     return done
 
 
-def capable(checks: list[Check]) -> tuple[bool, str]:
-    """Whether nothing failed, and what did."""
-    failed = [f"{c.name}: {c.message}" for c in checks if c.status == "Fail"]
-    return not failed, "; ".join(failed)
+def trouble(checks: Iterable[Check], *, gpu: bool = False) -> str:
+    """What failed, with the remedies; empty if nothing did. Either of the GPUs, or of all else: neither is the other's fault."""
+    return "; ".join(
+        f"{c.name}: {c.message} ({c.remedy})" for c in checks if c.status == "Fail" and c.name.startswith(GPU) == gpu
+    )
 
 
 def kernel(release: str) -> Finding:
     """Whether the kernel is new enough."""
     match = re.match(r"(\d+)\.(\d+)", release)
     if match and (int(match[1]), int(match[2])) >= KERNEL_MINIMUM:
-        return _pass(release)
-    return _fail(f"Linux {release}", f"run a kernel of at least {KERNEL_MINIMUM[0]}.{KERNEL_MINIMUM[1]} on this node")
+        return passed(release)
+    return failed(f"Linux {release}", f"run a kernel of at least {KERNEL_MINIMUM[0]}.{KERNEL_MINIMUM[1]} on this node")
 
 
 def machine(name: str) -> Finding:
     """Only what CRIU and its libraries were built for."""
     if name == "x86_64":
-        return _pass(name)
-    return _fail(f"machine type {name}", "use x86_64 nodes; label them and set the agent's nodeSelector")
+        return passed(name)
+    return failed(f"machine type {name}", "use x86_64 nodes; label them and set the agent's nodeSelector")
 
 
 def criu_works(criu: Criu) -> Finding:
@@ -101,10 +117,10 @@ def criu_works(criu: Criu) -> Finding:
         version = criu.version()
         parts = tuple(int(x) for x in re.findall(r"\d+", version)[:3])
         if parts < MINIMUM:
-            return _fail(f"CRIU {version}", f"install CRIU {'.'.join(map(str, MINIMUM))} or newer in {criu.prefix}")
-        return _pass(f"{version}: {criu.check()}")
+            return failed(f"CRIU {version}", f"install CRIU {'.'.join(map(str, MINIMUM))} or newer in {criu.prefix}")
+        return passed(f"{version}: {criu.check()}")
     except CriuError as e:
-        return _fail(str(e), f"the agent's image brings CRIU in {criu.prefix}; the kernel needs CONFIG_CHECKPOINT_RESTORE")
+        return failed(str(e), f"the agent's image brings CRIU in {criu.prefix}; the kernel needs CONFIG_CHECKPOINT_RESTORE")
 
 
 def capabilities(status: str) -> Finding:
@@ -113,21 +129,23 @@ def capabilities(status: str) -> Finding:
     held = int(line.split()[1], 16)
     missing = [f"{name} ({why})" for name, (bit, why) in CAPABILITIES.items() if not held >> bit & 1]
     if missing:
-        return _fail(f"missing: {', '.join(missing)}", "run the agent privileged")
+        return failed(f"missing: {', '.join(missing)}", "run the agent privileged")
     if not held >> CAP_SYS_RESOURCE & 1:
-        return _warn("without CAP_SYS_RESOURCE a server that does not run as root cannot be captured", "run the agent privileged")
-    return _pass("all")
+        return warned(
+            "without CAP_SYS_RESOURCE a server that does not run as root cannot be captured", "run the agent privileged"
+        )
+    return passed("all")
 
 
 def host_pids(proc: Path) -> Finding:
     """The agent must see the containers' processes: hostPID. A kernel thread or another init is then PID 1 or 2."""
     if (proc / "2/comm").exists() and (proc / "2/comm").read_text().strip() == "kthreadd":
-        return _pass("the node's")
+        return passed("the node's")
     depth = next((x for x in (proc / "self/status").read_text().splitlines() if x.startswith("NSpid:")), "").split()[1:]
     if len(depth) > 1:
-        return _fail("the agent has a PID namespace of its own", "set hostPID: true")
+        return failed("the agent has a PID namespace of its own", "set hostPID: true")
     # A node that is itself a container (kind) has no kernel threads in sight.
-    return _pass("the node's (a container)")
+    return passed("the node's (a container)")
 
 
 def last_pid(proc: Path) -> Finding:
@@ -136,12 +154,12 @@ def last_pid(proc: Path) -> Finding:
     try:
         fd = os.open(file, os.O_WRONLY)
     except OSError as e:
-        return _fail(
+        return failed(
             f"{file}: {e.strerror}",
             "run the agent privileged (its /proc/sys must be writable), kernel with CONFIG_CHECKPOINT_RESTORE",
         )
     os.close(fd)
-    return _pass("writable")
+    return passed("writable")
 
 
 def cgroups(mountinfo: str, init: str, root: Path) -> Finding:
@@ -157,11 +175,11 @@ def cgroups(mountinfo: str, init: str, root: Path) -> Finding:
             missing.append(names or "v2")
     kinds = sorted({"v2" if m.kind == "cgroup2" else "v1" for m in mounts})
     if missing:
-        return _fail(f"not mounted below {root}: {', '.join(missing)}", "mount the node's /sys/fs/cgroup into the agent")
+        return failed(f"not mounted below {root}: {', '.join(missing)}", "mount the node's /sys/fs/cgroup into the agent")
     read_only = [m.point for m in mounts if not os.access(m.point, os.W_OK)]
     if read_only:
-        return _fail(f"read-only: {', '.join(read_only)}", "mount the node's /sys/fs/cgroup writable into the agent")
-    return _pass(" and ".join(kinds) or "none")
+        return failed(f"read-only: {', '.join(read_only)}", "mount the node's /sys/fs/cgroup writable into the agent")
+    return passed(" and ".join(kinds) or "none")
 
 
 def _names(options: dict[str, str]) -> set[str]:
@@ -181,8 +199,8 @@ def store_writable(store_dir: Path) -> Finding:
             os.close(fd)
             file.unlink()
     except OSError as e:
-        return _fail(f"{store_dir} cannot be written: {e.strerror}", "give the agent a writable host directory (agent.storeDir)")
-    return _pass(str(store_dir))
+        return failed(f"{store_dir} cannot be written: {e.strerror}", "give the agent a writable host directory (agent.storeDir)")
+    return passed(str(store_dir))
 
 
 def disk(store_dir: Path) -> Finding:
@@ -192,15 +210,15 @@ def disk(store_dir: Path) -> Finding:
     text = f"{free / (1 << 30):.1f} GiB free in {store_dir}"
     remedy = "free space, put agent.storeDir on a larger disk, or lower artifact.retain"
     if free < DISK_NEEDED:
-        return _fail(text, remedy)
-    return _warn(text, remedy) if free < DISK_WANTED else _pass(text)
+        return failed(text, remedy)
+    return warned(text, remedy) if free < DISK_WANTED else passed(text)
 
 
 def kubelet(kubelet_dir: Path) -> Finding:
     """Whether the pods' volumes are in sight."""
     if (kubelet_dir / "pods").is_dir():
-        return _pass(str(kubelet_dir))
-    return _fail(f"{kubelet_dir}/pods is not there", "set agent.kubeletDir to the kubelet's --root-dir")
+        return passed(str(kubelet_dir))
+    return failed(f"{kubelet_dir}/pods is not there", "set agent.kubeletDir to the kubelet's --root-dir")
 
 
 def io_uring(proc: Path) -> Finding:
@@ -210,8 +228,8 @@ def io_uring(proc: Path) -> Finding:
     except FileNotFoundError:
         value = "0"
     if value == "2":
-        return _pass("off")
-    return _pass("on; the replicas' seccompProfile RuntimeDefault refuses it")
+        return passed("off")
+    return passed("on; the replicas' seccompProfile RuntimeDefault refuses it")
 
 
 def memory(meminfo: str) -> Finding:
@@ -219,4 +237,4 @@ def memory(meminfo: str) -> Finding:
     values = {line.split(":")[0]: int(line.split()[1]) << 10 for line in meminfo.splitlines() if line.endswith("kB")}
     free = values.get("MemAvailable", 0)
     text = f"{free / (1 << 30):.1f} GiB of {values.get('MemTotal', 0) / (1 << 30):.1f} GiB available"
-    return _warn(text, "a restore takes its memory at once") if free < 1 << 30 else _pass(text)
+    return warned(text, "a restore takes its memory at once") if free < 1 << 30 else passed(text)

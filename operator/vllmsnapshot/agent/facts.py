@@ -107,11 +107,19 @@ def pod_facts(obj: Object) -> Pod:
         deleting="deletionTimestamp" in meta,
         finished=status.get("phase") in ("Succeeded", "Failed"),
         foreign=server != OUR_SERVER,
+        gpu=_wants_gpu(engine),
         decision_timeout_s=decision,
         created=timestamp(meta.get("creationTimestamp")) or 0.0,
         scheduled=timestamp(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
         healthy_since=timestamp(healthy.get("lastTransitionTime")) if healthy.get("status") == "True" else None,
     )
+
+
+def _wants_gpu(engine: Mapping[str, Any]) -> bool:
+    """Whether the container asks for a GPU: by an extended resource of NVIDIA's, or by a claim (which may be for another device)."""
+    resources = engine.get("resources") or {}
+    asked = {**(resources.get("requests") or {}), **(resources.get("limits") or {})}
+    return bool(resources.get("claims")) or any(k.startswith("nvidia.com/") and str(v) != "0" for k, v in asked.items())
 
 
 def _port(annotation: Any, engine: Mapping[str, Any]) -> int:

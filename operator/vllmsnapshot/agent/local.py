@@ -8,14 +8,15 @@ import os
 import signal
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 from vllmsnapshot_child.protocol import Oracle, ProtocolError
 
 from ..api import constants as c
 from ..api.constants import Reason
-from . import capture, cuda, doctor, identity, restore
-from .accelerator import Accelerator
+from . import capture, cuda, doctor, gpu_doctor, identity, restore
+from .accelerator import Accelerator, Cpu
 from .config import Config
 from .containers import Container, find
 from .criu import Criu, CriuError
@@ -36,7 +37,9 @@ class LocalOps:
         """Raises StoreError if the store cannot be used. The caller must be the only agent of the node: see `app.lock_node`."""
         self._kubelet_dir = Path(config.kubelet_dir)
         self._criu = Criu(prefix=Path(config.criu_prefix), cgroup_root=Path(config.cgroup_root))
-        self._accelerator = accelerator or cuda.choose(config.accelerator)
+        self._wanted = config.accelerator
+        self._accelerator = accelerator or (cuda.Cuda() if config.accelerator == "cuda" else Cpu())
+        self._gpu_said = ""
         self._proc = proc
         self.store = Store(Path(config.store_dir))
         self.store.recover()
@@ -44,28 +47,28 @@ class LocalOps:
     # --- node --------------------------------------------------------------------------------------------------------
 
     def doctor(self) -> Health:
-        """Examine the node."""
-        checks = doctor.examine(self._criu, self.store.root, self._kubelet_dir, proc=self._proc)
-        capable, message = doctor.capable(checks)
-        environment: dict[str, str] = {}
+        """Examine the node. A driver that has come since the last time is used from now on."""
+        self._accelerator, seen = cuda.survey(self._accelerator, self._wanted, proc=self._proc)
+        checks = doctor.examine(self._criu, self.store.root, self._kubelet_dir, proc=self._proc, more=gpu_doctor.checks(seen))
+        message, gpu = doctor.trouble(checks), doctor.trouble(checks, gpu=True)
+        if gpu not in ("", self._gpu_said):
+            log.warning("replicas with a GPU start cold: %s", gpu)
+        self._gpu_said = gpu
+        health = Health(capable=not message, message=message, checks=checks, gpu=gpu if gpu_doctor.present(seen) else None)
         try:
             version = self._criu.version()
-            node = identity.node_facts(version, self._criu.program, accelerator=self._accelerator.facts(), proc=self._proc)
-            environment = dict(node.environment)
-        except (OSError, CriuError, AgentError) as e:
-            capable, message = False, message or str(e)
-        with contextlib.suppress(StoreError):
+            accelerator = cuda.describe(seen.facts) if seen.facts is not None else {}
+            node = identity.node_facts(version, self._criu.program, accelerator=accelerator, proc=self._proc)
             usage = self.store.usage()
-            return Health(
-                capable=capable,
-                message=message,
-                checks=checks,
-                environment=environment,
-                boot_id=boot_id(),
-                store_bytes_used=usage.used,
-                store_bytes_free=usage.free,
-            )
-        return Health(capable=False, message=message or "the store cannot be read", checks=checks, environment=environment)
+        except (OSError, CriuError, StoreError) as e:
+            return replace(health, capable=False, message=message or str(e))
+        return replace(
+            health,
+            environment=dict(node.environment),
+            boot_id=boot_id(),
+            store_bytes_used=usage.used,
+            store_bytes_free=usage.free,
+        )
 
     # --- artifacts ---------------------------------------------------------------------------------------------------
 

@@ -61,15 +61,26 @@ class Revived:
 
 @dataclass(frozen=True, kw_only=True)
 class Health:
-    """What the doctor found. `capable`: captures and restores can work here; if not, `message` says what is in the way."""
+    """What the doctor found. `capable`: captures and restores can work here; if not, `message` says what is in the way.
+
+    What is wrong with the GPUs concerns replicas with a GPU alone, and is in `gpu`.
+    """
 
     capable: bool
     message: str = ""
+    gpu: str | None = None
+    """Why replicas with a GPU can be neither captured nor restored here, empty if they can; None: there is no GPU."""
     checks: Sequence[Check] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     boot_id: str = ""
     store_bytes_used: int = 0
     store_bytes_free: int = 0
+
+    def obstacle(self, *, gpu: bool) -> str:
+        """What keeps a replica, with or without a GPU, from being captured and restored here; empty if nothing does."""
+        if not self.capable:
+            return self.message or "the node cannot capture"
+        return (self.gpu or "") if gpu else ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -161,15 +161,16 @@ class Pods:
         obj = n.pods.get(uid)
         if obj is None or not facts.ours(obj, n.name):
             return None
-        files = read_files(control_path(n.kubelet_dir, uid))
+        files, pod = read_files(control_path(n.kubelet_dir, uid)), facts.pod_facts(obj)
+        obstacle = n.health.obstacle(gpu=pod.gpu)
         return View(
             now=n.clock(),
             node=n.name,
-            pod=facts.pod_facts(obj),
+            pod=pod,
             files=files or Files(problems={HELLO: "no control volume"}),
             candidates=n.candidates(),
-            capable=n.health.capable,
-            incapable=n.health.message,
+            capable=not obstacle,
+            incapable=obstacle,
             attempts=tuple(n.ledger.attempts(uid)),
             blocked=n.ledger.blocked(uid),
         )

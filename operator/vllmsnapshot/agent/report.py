@@ -305,19 +305,25 @@ def node_status(
     health: Health, artifacts: Iterable[Stored], in_flight: int, old: VLLMSnapshotNodeStatus, now: float
 ) -> VLLMSnapshotNodeStatus:
     """What the agent knows of its node."""
-    kept = next((x for x in old.conditions or [] if x.type == c.READY), None)
-    status: Literal["True", "False"] = "True" if health.capable else "False"
-    reason = Reason.AS_EXPECTED if health.capable else Reason.NODE_NOT_CAPABLE
-    message = (health.message or ("all checks passed" if health.capable else ""))[:32768]
-    ready = Condition(
-        type=c.READY,
-        status=status,
-        last_transition_time=kept.last_transition_time if kept is not None and kept.status == status else rfc3339(now),
-        reason=reason,
-        message=message,
-    )
+
+    def condition(kind: str, good: bool, wrong: str, message: str) -> Condition:
+        status: Literal["True", "False"] = "True" if good else "False"
+        kept = next((x for x in old.conditions or [] if x.type == kind and x.status == status), None)
+        return Condition(
+            type=kind,
+            status=status,
+            last_transition_time=kept.last_transition_time if kept is not None else rfc3339(now),
+            reason=Reason.AS_EXPECTED if good else wrong,
+            message=message[:32768],
+        )
+
+    fine = "all checks passed" if not health.gpu else "all checks but those of the GPU passed"
+    conditions = [condition(c.READY, health.capable, Reason.NODE_NOT_CAPABLE, health.message or (fine if health.capable else ""))]
+    if health.gpu is not None:
+        message = health.gpu or "replicas with a GPU can be captured and restored"
+        conditions.append(condition(c.GPU_READY, not health.gpu, Reason.GPU_UNAVAILABLE, message))
     return VLLMSnapshotNodeStatus(
-        conditions=[ready],
+        conditions=conditions,
         agent_version=__version__,
         protocol_version=PROTOCOL_VERSION,
         boot_id=health.boot_id[:64] or None,

@@ -13,7 +13,7 @@ from typing import Final
 
 from ..api.constants import Reason
 from . import identity, namespaces, staging
-from .accelerator import Accelerator
+from .accelerator import UUID, Accelerator
 from .containers import Container, Process, kill_all, parse_mountinfo
 from .criu import Criu, CriuError
 from .errors import AgentError, RestoreError
@@ -134,7 +134,8 @@ def _check_place(container: Container, manifest: Manifest, criu: Criu, accelerat
         raise RestoreError(
             Reason.RESTORE_FAILED, "the container has a user namespace of its own (hostUsers: false), which is not supported"
         )
-    here = identity.node_facts(criu.version(), criu.program, accelerator=accelerator.facts())
+    uses_device = UUID in manifest.environment
+    here = identity.node_facts(criu.version(), criu.program, accelerator=accelerator.facts() if uses_device else {})
     differences = identity.compare_node(manifest.environment, manifest.cpu_flags, here)
     if not differences:
         differences = identity.compare_image(manifest.environment, container)

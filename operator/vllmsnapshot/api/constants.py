@@ -72,6 +72,8 @@ ENV_RESERVED_PREFIX: Final = "VLLMSNAPSHOT_"
 
 # --- conditions ------------------------------------------------------------------------------------------------------
 READY: Final = "Ready"
+GPU_READY: Final = "GpuReady"
+"""Of a VLLMSnapshotNode with GPUs: whether replicas with a GPU can be captured and restored there. Ready is about all others."""
 SNAPSHOT_READY: Final = "SnapshotReady"
 PROGRESSING: Final = "Progressing"
 DEGRADED: Final = "Degraded"
