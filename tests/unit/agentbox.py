@@ -136,6 +136,7 @@ class ScriptedOps:
     def __init__(self, tick: Callable[[str], None]) -> None:
         self.tick = tick
         self.did: list[str] = []
+        self.orders: list[Order] = []
         self.store: dict[str, Stored] = {}
         self.broken: dict[str, Exception] = {}
         self.before: dict[str, Callable[[], None]] = {}
@@ -186,6 +187,7 @@ class ScriptedOps:
 
     def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
         self._call("capture", f"{pod.name} {order.content}")
+        self.orders.append(order)
         on_resumed()
         if "publish" in self.broken:
             raise self.broken["publish"]

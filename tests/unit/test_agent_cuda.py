@@ -454,8 +454,9 @@ def test_time_limits_are_real(gpu: Gpu) -> None:
     assert gpu.running()
 
 
-def test_a_descriptor_that_the_checkpoint_leaves_is_named(gpu: Gpu) -> None:
-    os.symlink("/dev/nvidiactl", gpu.directory / "proc" / str(CORE) / "fd" / "77")
+@pytest.mark.parametrize("pid", [CORE, ROOT])
+def test_a_descriptor_that_the_checkpoint_leaves_is_named(gpu: Gpu, pid: int) -> None:
+    os.symlink("/dev/nvidiactl", gpu.directory / "proc" / str(pid) / "fd" / "77")
     with pytest.raises(CaptureError) as error:
         gpu.cuda.before_dump(TREE)
     assert error.value.reason == Reason.GPU_CHECKPOINT_FAILED
@@ -530,6 +531,25 @@ def test_more_than_one_gpu_is_refused(gpu: Gpu, tmp_path: Path) -> None:
     with pytest.raises(RestoreError) as failed:
         gpu.cuda.before_restore(with_devices(tmp_path, "nvidia0", "nvidia1"), RECORDED)
     assert failed.value.reason == Reason.GPU_NOT_SUPPORTED
+
+
+def test_memory_that_two_processes_share_is_refused(gpu: Gpu) -> None:
+    for pid in (ROOT, CORE, WORKER):
+        os.symlink("/dev/nvidia-uvm", gpu.directory / "proc" / str(pid) / "fd" / "7")
+    asked = []
+
+    def same(pid: int, fd: int, other: int, other_fd: int) -> bool:
+        asked.append((pid, fd, other, other_fd))
+        return {pid, other} == {CORE, WORKER} and fd == other_fd == 7
+
+    with contextlib.closing(gpu.accelerator(same_file=same)) as cuda_, pytest.raises(CaptureError) as error:
+        cuda_.record(TREE)
+    assert error.value.reason == Reason.GPU_NOT_SUPPORTED
+    assert "processes 1001 (p5001) and 1002 (p5002) share /dev/nvidia-uvm" in error.value.message
+    assert "CUDA IPC" in error.value.message
+    assert gpu.calls() == []
+    with contextlib.closing(gpu.accelerator(same_file=lambda *_: False)) as cuda_:
+        assert cuda_.record(TREE) == RECORDED
 
 
 def test_free_memory_is_looked_at_first(gpu: Gpu, container: Container) -> None:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import os
 import signal
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any, cast
 
 import pytest
 
-from vllmsnapshot.agent import containers
-from vllmsnapshot.agent.capture import find_tree
-from vllmsnapshot.agent.containers import Process, descendants, in_pod, read_process
+from vllmsnapshot.agent import containers, namespaces
+from vllmsnapshot.agent.capture import check_abstract_sockets, find_tree
+from vllmsnapshot.agent.containers import Container, Process, descendants, in_pod, read_process
 from vllmsnapshot.agent.errors import CaptureError
 from vllmsnapshot.api.constants import Reason
 
@@ -70,6 +73,43 @@ def test_a_tree_that_would_come_back_in_part(tree: list[Process], words: str) ->
         find_tree(tree, INIT)
     assert error.value.reason == Reason.PREFLIGHT_SESSION
     assert words in error.value.message
+
+
+SOCKETS = """
+import socket, sys
+bound = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+bound.bind("\\0cuda-uvmfd-4026531836-" + sys.argv[1])
+other = socket.socket(socket.AF_UNIX)
+print("ready", flush=True)
+sys.stdin.read()
+"""
+
+
+def test_an_abstract_socket_of_the_tree_is_named() -> None:
+    argv = [sys.executable, "-c", SOCKETS, str(os.getpid())]
+    with subprocess.Popen(argv, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as child:
+        assert child.stdout is not None
+        assert child.stdout.readline() == b"ready\n"
+        with Container(child.pid) as container:
+            with pytest.raises(CaptureError) as error:
+                check_abstract_sockets(container, [read_process(container.proc, child.pid)])
+            # Somebody else's on the same network are no obstacle.
+            check_abstract_sockets(container, [read_process(container.proc, os.getpid())])
+        child.communicate()
+    assert error.value.reason == Reason.PREFLIGHT_ABSTRACT_SOCKET
+    assert f"'@cuda-uvmfd-4026531836-{os.getpid()}'" in error.value.message
+    assert "serving.hostNetwork: Disabled" in error.value.message
+
+
+def test_one_open_file_in_two_processes_is_told_from_the_same_file_opened_twice() -> None:
+    with open(os.devnull) as one, open(os.devnull) as two:
+        with subprocess.Popen(["sleep", "600"], pass_fds=[one.fileno()]) as child:
+            me, fd = os.getpid(), one.fileno()
+            assert namespaces.same_open_file(me, fd, child.pid, fd)
+            assert not namespaces.same_open_file(me, two.fileno(), child.pid, fd)
+            assert not namespaces.same_open_file(me, fd, child.pid, 9999)
+            child.kill()
+        assert not namespaces.same_open_file(me, fd, child.pid, fd)
 
 
 def test_descendants_of_a_cycle_end() -> None:

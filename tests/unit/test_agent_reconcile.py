@@ -79,6 +79,19 @@ async def test_nothing_is_written_at_rest(box: Box) -> None:
     assert (box.kube.writes, box.done) == (writes, deeds)
 
 
+@pytest.mark.parametrize("host_network", [True, False])
+async def test_an_order_says_whose_network_it_is(box: Box, host_network: bool) -> None:
+    uid = box.add_pod("a")
+    box.add_content("art", "a")
+    box.kube.touch(box.pod("a"))["spec"]["hostNetwork"] = host_network
+    box.sync()
+    box.hello(uid)
+    await box.settle()
+    box.ready(uid)
+    await box.settle()
+    assert [order.host_network for order in box.ops.orders] == [host_network]
+
+
 async def test_a_failed_capture_releases_the_replica_and_says_why(box: Box) -> None:
     uid = box.add_pod("a")
     box.add_content("art", "a")

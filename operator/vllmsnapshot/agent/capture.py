@@ -54,6 +54,8 @@ class CaptureRequest:
     max_bytes: int | None = None
     allow_loopback_listeners: bool = False
     """In a pod network every pod has a loopback address of its own; vLLM's own snapshot child leaves listeners there."""
+    host_network: bool = False
+    """The replica is on the node's network, which its copies will share with it."""
     staged: tuple[Staged, ...] = (staging.SHM, staging.SCRATCH)
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Kept in the manifest for the caller."""
@@ -198,6 +200,8 @@ def preflight(container: Container, request: CaptureRequest, stack: contextlib.E
         )
     for process in processes:
         check_descriptors(container, process, request, accelerator)
+    if request.host_network:
+        check_abstract_sockets(container, processes)
     mounts = container.mounts()
     sources = []
     root_fd = container.open_root()
@@ -276,6 +280,31 @@ def check_descriptors(container: Container, process: Process, request: CaptureRe
                 raise CaptureError(Reason.DUMP_FAILED, f"{who}: descriptor {name} is {link}, which this agent cannot capture")
             if link.startswith("socket:"):
                 _check_socket(pidfd, int(name), who, loopback=request.allow_loopback_listeners)
+
+
+def check_abstract_sockets(container: Container, processes: Sequence[Process]) -> None:
+    """Refuse abstract unix sockets, for a replica on the node's network. Raises CaptureError.
+
+    Their names are as unique in a network namespace as ports are. In a pod network each copy has names of its own; with
+    hostNetwork the second replica could not bind them (CUDA makes one in each process: `cuda-uvmfd-…`).
+    """
+    owners: dict[str, tuple[Process, str]] = {}
+    for process in processes:
+        base = container.proc / str(process.pid) / "fd"
+        for name in os.listdir(base):
+            with contextlib.suppress(OSError):
+                if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(base / name)):
+                    owners[match[1]] = (process, name)
+    for line in container.text("net/unix").splitlines():
+        # Num RefCount Protocol Flags Type St Inode [Path]; the NUL in front of an abstract name is shown as @.
+        fields = line.split(None, 7)
+        if len(fields) == 8 and fields[7].startswith("@") and fields[6] in owners:
+            process, name = owners[fields[6]]
+            raise CaptureError(
+                Reason.PREFLIGHT_ABSTRACT_SOCKET,
+                f"process {process.ns_pid} ({process.comm}): descriptor {name} is the abstract unix socket {fields[7][:100]!a}, "
+                "which two replicas on the node's network cannot both have; set serving.hostNetwork: Disabled",
+            )
 
 
 def _check_socket(pidfd: int, number: int, who: str, *, loopback: bool) -> None:

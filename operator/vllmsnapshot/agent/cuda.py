@@ -35,6 +35,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..api.constants import Reason
+from . import namespaces
 from .accelerator import MEMORY_USED, PIDS, UUID, Accelerator
 from .errors import AgentError, CaptureError, RestoreError
 
@@ -241,9 +242,11 @@ class Cuda:
         proc: Path = Path("/proc"),
         env: Mapping[str, str] | None = None,
         wait: Wait = _readable,
+        same_file: Callable[[int, int, int, int], bool] = namespaces.same_open_file,
     ) -> None:
         """`env` is the helper's environment, by default the agent's. Starts nothing."""
         self._wait = wait
+        self._same_file = same_file
         self._limits = limits or Limits()
         self._proc = proc
         self._env = dict(os.environ if env is None else env)
@@ -333,10 +336,29 @@ class Cuda:
                 facts = session.call("Facts", self._limits.query, pids=[p.pid for p in users])
         except DriverError as e:
             raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED), str(e)) from e
+        self._alone(processes)
         device = self._supported(facts, {n for p in users for n in self._held(p)}, CaptureError)
         used = device["used"]
         pids = " ".join(str(n) for n in sorted(p.ns_pid for p in users))
         return {UUID: device["uuid"], PIDS: pids, **({} if used is None else {MEMORY_USED: str(used)})}
+
+    def _alone(self, processes: Sequence[Process]) -> None:
+        """Insist that no two processes have the driver open through one file. Raises CaptureError.
+
+        Memory that is shared by CUDA IPC shows in this way: the one process hands its /dev/nvidia-uvm to the other over a socket.
+        A child that was forked after its parent had initialised CUDA has all of the parent's descriptors. What one process alone
+        has, such as managed memory, cannot be seen from outside; the driver takes it or refuses it.
+        """
+        held = [(p, int(number), path) for p in processes for number, path in self._descriptors(p)]
+        for i, (a, x, path) in enumerate(held):
+            for b, y, other in held[i + 1 :]:
+                if path == other and a.pid != b.pid and self._same_file(a.pid, x, b.pid, y):
+                    raise CaptureError(
+                        Reason.GPU_NOT_SUPPORTED,
+                        f"processes {a.ns_pid} ({a.comm}) and {b.ns_pid} ({b.comm}) share {path}: memory of the GPU is shared between "
+                        "processes (CUDA IPC), or one was forked after the other had initialised CUDA; let one process use the GPU "
+                        "(no CUDA IPC, VLLM_WORKER_MULTIPROC_METHOD=spawn)",
+                    )
 
     def before_dump(self, processes: Sequence[Process]) -> None:
         """Lock and checkpoint every CUDA process; after a failure they all run again. Raises CaptureError.
@@ -361,7 +383,7 @@ class Cuda:
                     self._step(session, p, "Checkpoint", CHECKPOINTED)
                 for p in users:
                     self._expect(session, p, CHECKPOINTED)
-                self._let_go(users)
+                self._let_go(processes)
             except DriverError as e:
                 log.warning("GPU: %s; the processes are resumed", e)
                 self._resume(session, users)
@@ -407,9 +429,9 @@ class Cuda:
             if self._alive(p):
                 self._expect(session, p, RUNNING)
 
-    def _let_go(self, users: Sequence[Process]) -> None:
+    def _let_go(self, processes: Sequence[Process]) -> None:
         """Insist that no descriptor of the driver is left: CRIU cannot dump one, and does not say which library has it."""
-        for p in users:
+        for p in processes:
             for number, path in self._descriptors(p):
                 raise DriverError(
                     f"process {p.ns_pid} ({p.comm}) still has descriptor {number}, {path}, after the checkpoint (NVML keeps such)"
@@ -632,8 +654,6 @@ def _reason(error: DriverError, reason: str) -> str:
 
 def _visible(container: Container) -> set[int]:
     """Minor numbers of the GPUs that a container has device files of."""
-    from . import namespaces
-
     with namespaces.opened(container.open_root()) as root:
         try:
             fd = namespaces.open_in_root(root, "/dev", os.O_RDONLY | os.O_DIRECTORY)

@@ -51,6 +51,7 @@ class Pod:
     finished: bool = False
     foreign: bool = False  # the server is vLLM's own snapshot child
     gpu: bool = False  # asks for a GPU
+    host_network: bool = False
     decision_timeout_s: float = INIT_DECISION_TIMEOUT_S
     created: float = 0.0
     scheduled: float | None = None

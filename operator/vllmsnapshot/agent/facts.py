@@ -108,6 +108,7 @@ def pod_facts(obj: Object) -> Pod:
         finished=status.get("phase") in ("Succeeded", "Failed"),
         foreign=server != OUR_SERVER,
         gpu=_wants_gpu(engine),
+        host_network=spec.get("hostNetwork") is True,
         decision_timeout_s=decision,
         created=timestamp(meta.get("creationTimestamp")) or 0.0,
         scheduled=timestamp(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,

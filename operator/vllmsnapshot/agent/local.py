@@ -150,7 +150,8 @@ class LocalOps:
                 timeout_s=order.timeout_s,
                 max_bytes=order.max_bytes,
                 # vLLM's own snapshot server leaves gloo's listeners open, on the loopback address of the pod's network.
-                allow_loopback_listeners=foreign and container.namespace("net") != os.readlink(self._proc / "1/ns/net"),
+                allow_loopback_listeners=foreign and not order.host_network,
+                host_network=order.host_network,
                 extra={
                     "content_uid": order.content_uid,
                     "identity": order.identity,

@@ -27,6 +27,9 @@ not joined: CRIU makes one, so that CLOCK_MONOTONIC goes on from the capture. Us
 
 _SYS_PIDFD_GETFD: Final = 438
 _SYS_OPENAT2: Final = 437
+_SYS_KCMP: Final = 312
+"""The one number here that is x86-64's own."""
+_KCMP_FILE: Final = 0
 _RESOLVE_NO_XDEV: Final = 0x01
 _RESOLVE_NO_MAGICLINKS: Final = 0x02
 _RESOLVE_IN_ROOT: Final = 0x10
@@ -55,6 +58,11 @@ def die_with_parent(number: int) -> None:
 def pidfd_getfd(pidfd: int, fd: int) -> int:
     """A duplicate of another process's descriptor: the same open file, close-on-exec here. Raises OSError(EBADF) if it is closed."""
     return _check(int(_libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)), "pidfd_getfd")
+
+
+def same_open_file(pid: int, fd: int, other_pid: int, other_fd: int) -> bool:
+    """Whether two descriptors of two processes are one open file: inherited, or passed on. False if either is gone."""
+    return int(_libc.syscall(_SYS_KCMP, pid, other_pid, _KCMP_FILE, ctypes.c_ulong(fd), ctypes.c_ulong(other_fd))) == 0
 
 
 def open_in_root(root_fd: int, path: str, flags: int, *, cross_mounts: bool = True) -> int:

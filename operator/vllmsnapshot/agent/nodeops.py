@@ -34,6 +34,7 @@ class Order:
     snapshot_uid: str
     timeout_s: float
     max_bytes: int | None = None
+    host_network: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)

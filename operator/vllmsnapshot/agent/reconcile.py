@@ -355,6 +355,7 @@ class Pods:
             snapshot_uid=spec.snapshot_ref.uid,
             timeout_s=float(spec.timeout_seconds),
             max_bytes=spec.max_artifact_bytes,
+            host_network=v.pod.host_network,
         )
         marker = self._marker(v)
         loop = asyncio.get_running_loop()

@@ -120,6 +120,7 @@ class Reason:
     SOURCE_GONE: Final = "SourceGone"
     SOURCE_RELEASED: Final = "SourceAlreadyReleased"
     PREFLIGHT_INET_SOCKET: Final = "InetSocketLeft"
+    PREFLIGHT_ABSTRACT_SOCKET: Final = "AbstractSocketOnHostNetwork"
     PREFLIGHT_IO_URING: Final = "IoUringInUse"
     PREFLIGHT_SESSION: Final = "ProcessOutsideSession"
     PREFLIGHT_SIZE: Final = "ArtifactTooLarge"
