@@ -25,7 +25,6 @@ process carries the memory of another pod; a file of another incarnation is ther
 from __future__ import annotations
 
 import contextlib
-import errno
 import json
 import math
 import os
@@ -43,6 +42,9 @@ CONTROL_DIR = "/run/vllmsnapshot"
 
 MAX_FILE_BYTES = 1 << 20
 """No control file is near this size (bytes); a larger one is refused unread."""
+
+MAX_ENV_CHARS = 131072
+"""A longer variable starts no process (MAX_ARG_STRLEN of Linux); the value of an annotation may come near."""
 
 MAX_DEPTH = 16
 """Nesting that a control file may have; deeper JSON is refused before the parser recurses."""
@@ -132,24 +134,24 @@ def open_dir(path: str) -> Iterator[int]:
 def read(dir_fd: int, name: str) -> dict[str, Any] | None:
     """The object in file `name`, or None if there is no such file.
 
-    Raises ProtocolError for anything that is not a small regular file holding one JSON object. O_NONBLOCK keeps a FIFO put
-    in the file's place from hanging the reader; the type is checked on the descriptor, so nothing can be swapped in between.
+    Raises ProtocolError for anything that is not a small regular file holding one JSON object. The file is pinned before it is
+    opened: opening a device or a FIFO acts on it, and nothing can be swapped in between the check and the open.
     """
     try:
-        fd = os.open(name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, dir_fd=dir_fd)
+        pinned = os.open(name, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=dir_fd)
     except FileNotFoundError:
         return None
-    except OSError as e:
-        if e.errno in (errno.ELOOP, errno.EMLINK, errno.ENXIO, errno.ENOTDIR, errno.EACCES):
-            raise ProtocolError(Reason.NOT_REGULAR_FILE, f"{name} cannot be opened as a regular file: {e.strerror}") from e
-        raise
     try:
-        if not stat.S_ISREG(os.fstat(fd).st_mode):
+        if not stat.S_ISREG(os.fstat(pinned).st_mode):
             raise ProtocolError(Reason.NOT_REGULAR_FILE, f"{name} is not a regular file")
-        with open(fd, "rb", closefd=False) as f:
-            raw = f.read(MAX_FILE_BYTES + 1)
+        try:
+            # The magic link is the pinned file itself, not its name.
+            with open(f"/proc/self/fd/{pinned}", "rb") as f:
+                raw = f.read(MAX_FILE_BYTES + 1)
+        except PermissionError as e:
+            raise ProtocolError(Reason.NOT_REGULAR_FILE, f"{name} cannot be read: {e.strerror}") from e
     finally:
-        os.close(fd)
+        os.close(pinned)
     if len(raw) > MAX_FILE_BYTES:
         raise ProtocolError(Reason.TOO_LARGE, f"{name} is larger than {MAX_FILE_BYTES} bytes")
     return parse(raw, name)
@@ -157,8 +159,8 @@ def read(dir_fd: int, name: str) -> dict[str, Any] | None:
 
 def parse(raw: bytes, name: str) -> dict[str, Any]:
     """The JSON object in `raw`. NaN and infinities are refused (they are not JSON), and so is deep nesting."""
-    if _depth(raw) > MAX_DEPTH:
-        raise ProtocolError(Reason.NOT_JSON, f"{name} is nested deeper than {MAX_DEPTH} levels")
+    if _too_deep(raw):
+        raise ProtocolError(Reason.NOT_JSON, f"{name} is no JSON, or nested deeper than {MAX_DEPTH} levels")
     try:
         value = json.loads(raw.decode("utf-8"), parse_constant=_no_constant)
     except (ValueError, RecursionError) as e:
@@ -172,16 +174,16 @@ def _no_constant(word: str) -> Any:
     raise ValueError(f"{word} is not JSON")
 
 
-def _depth(raw: bytes) -> int:
-    """An upper bound of the nesting (brackets inside strings count too, which only errs to the safe side)."""
-    depth = deepest = 0
-    for byte in raw:
-        if byte in b"[{":
-            depth += 1
-            deepest = max(deepest, depth)
-        elif byte in b"]}":
-            depth -= 1
-    return deepest
+_TEXT = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"', re.DOTALL)
+_NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
+
+
+def _too_deep(raw: bytes) -> bool:
+    """Whether JSON is nested deeper than MAX_DEPTH. In time linear in its size: the text may be hostile, the reader is shared."""
+    left = _TEXT.sub(b"", raw).translate(None, _NO_BRACKETS)
+    for _ in range(MAX_DEPTH):
+        left = left.replace(b"[]", b"").replace(b"{}", b"")
+    return bool(left)
 
 
 def write(dir_fd: int, name: str, value: Mapping[str, Any], *, exclusive: bool = False, mode: int = 0o644) -> bool:
@@ -216,6 +218,31 @@ def write(dir_fd: int, name: str, value: Mapping[str, Any], *, exclusive: bool =
             os.unlink(tmp, dir_fd=dir_fd)
         raise
     os.fsync(dir_fd)
+    return True
+
+
+def _displace(dir_fd: int, name: str, incarnation: str) -> bool:
+    """Remove a file of another incarnation, which a slow writer left after the container had started over.
+
+    False if the file is of this incarnation, or cannot be believed; it then stays. The file is taken out of the way before it is
+    looked at again, so that one which appears meanwhile is put back and not lost.
+    """
+    try:
+        raw = read(dir_fd, name)
+        if raw is not None and raw.get("incarnation", incarnation) == incarnation:
+            return False
+        aside = f".{name}.{os.urandom(6).hex()}.tmp"
+        try:
+            os.rename(name, aside, src_dir_fd=dir_fd, dst_dir_fd=dir_fd)
+        except FileNotFoundError:
+            return True
+        raw = read(dir_fd, aside) or {}
+        if raw.get("incarnation", incarnation) == incarnation:
+            with contextlib.suppress(FileExistsError):
+                os.link(aside, name, src_dir_fd=dir_fd, dst_dir_fd=dir_fd, follow_symlinks=False)
+        os.unlink(aside, dir_fd=dir_fd)
+    except ProtocolError:
+        return False
     return True
 
 
@@ -267,8 +294,11 @@ class Message:
         return {k: v for k, v in out.items() if v is not None or k == "host"}
 
     def save(self, dir_fd: int, *, exclusive: bool = False) -> bool:
-        """Write the file (see `write`)."""
-        return write(dir_fd, self.FILE, self.to_dict(), exclusive=exclusive)
+        """Write the file (see `write`). With `exclusive`, one of another incarnation is in nobody's way: it is not there."""
+        while not write(dir_fd, self.FILE, self.to_dict(), exclusive=exclusive):
+            if not _displace(dir_fd, self.FILE, self.incarnation):
+                return False
+        return True
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -434,7 +464,7 @@ class Failed(Message):
 
 _HOST = re.compile(r"[0-9A-Za-z.:%_-]{1,253}")
 _SURROGATE = re.compile("[\ud800-\udfff]")
-_ENV_NAME = re.compile(r"[A-Za-z_][A-Za-z0-9_]*")
+_ENV_NAME = re.compile(r"[^=\0]+")
 
 
 def _required(f: Any) -> bool:
@@ -521,16 +551,16 @@ def _oracle(value: Any, where: str) -> dict[str, Any]:
     return Oracle.from_dict(value, where).to_dict()
 
 
-def _str_map(value: Any, where: str) -> dict[str, str]:
+def _str_map(value: Any, where: str, limit: int = 65536) -> dict[str, str]:
     if not isinstance(value, Mapping) or len(value) > 1024:
         raise ProtocolError(Reason.BAD_FIELD, f"{where} must be an object of strings")
-    return {_word(k, f"{where} key"): _text(v, f"{where}.{k}") for k, v in value.items()}
+    return {_word(k, f"{where} key"): _string(v, f"{where}.{k}", limit) for k, v in value.items()}
 
 
 def _environment(value: Any, where: str) -> dict[str, str]:
-    env = _str_map(value, where)
+    env = _str_map(value, where, MAX_ENV_CHARS)
     for name, text in env.items():
-        # What setenv(3) would refuse in the midst of a release is refused here.
+        # What setenv(3) would refuse in the midst of a release is refused here. (Kubernetes has names with dots and dashes.)
         if not _ENV_NAME.fullmatch(name) or "\0" in text:
             raise ProtocolError(Reason.BAD_FIELD, f"{where}.{name!a} is not an environment variable")
     return env

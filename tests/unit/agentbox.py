@@ -188,6 +188,7 @@ class ScriptedOps:
     def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
         self._call("capture", f"{pod.name} {order.content}")
         self.orders.append(order)
+        self.before.get("resumed", lambda: None)()
         on_resumed()
         if "publish" in self.broken:
             raise self.broken["publish"]

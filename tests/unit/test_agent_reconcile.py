@@ -17,6 +17,7 @@ from vllmsnapshot.agent.nodeops import Health
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import PodSettings, RestorePolicy, Toggle
+from vllmsnapshot_child.protocol import Release, Restored
 
 
 @pytest.fixture
@@ -106,6 +107,36 @@ async def test_a_failed_capture_releases_the_replica_and_says_why(box: Box) -> N
     await box.settle()
     assert box.verified("a") == ("True", Reason.VERIFIED)
     assert "CaptureFailed" in box.events()
+
+
+@pytest.mark.parametrize("moment", ["before its hello", "after its hello"])
+async def test_a_container_that_starts_over_during_its_capture_is_not_held_up(box: Box, moment: str) -> None:
+    # The dump of a dead tree fails late: by then the next incarnation may stand at its own barrier.
+    uid = box.add_pod("a")
+    box.add_content("art", "a")
+
+    def dies() -> None:
+        if moment == "after its hello":
+            box.hello(uid, "i2")
+
+    box.ops.before["resumed"] = dies
+    box.ops.broken["publish"] = NodeError(Reason.SOURCE_GONE, "the container ended during the capture")
+    box.hello(uid)
+    await box.settle()
+    box.ready(uid)
+    await box.settle()
+    if moment == "before its hello":
+        box.hello(uid, "i2")
+        # A writer that had looked before the container started over.
+        box.put(uid, Release(incarnation="i1", host=None, port=1))
+    await box.settle()
+    box.ready(uid, "i2")
+    box.advance(uid, 6)
+    await box.settle()
+    release = box.files(uid).release
+    assert release is not None
+    assert release.incarnation == "i2"
+    assert release.port == 8123
 
 
 async def test_a_capture_that_fails_after_the_release_fails_the_order(box: Box) -> None:
@@ -380,6 +411,27 @@ async def test_a_wrong_answer_is_never_ready_and_ends_the_container(box: Box) ->
     assert start is not None
     assert (start.mode, start.reason) == ("cold", Reason.ARTIFACT_QUARANTINED)
     assert box.verified("b") == ("False", Reason.STARTING)
+
+
+@pytest.mark.parametrize("theirs", [{"namespace": "other"}, {"uid": "snap-2"}])
+async def test_a_forged_restored_file_condemns_no_artifact_of_others(box: Box, theirs: dict[str, str]) -> None:
+    # The control volume is the workload's too: it may claim to have been restored from anything.
+    box.add_content("theirs", "gone", captured=True)
+    box.content("theirs")["spec"]["snapshotRef"] |= theirs
+    box.sync()
+    uid = box.add_pod("a")
+    box.hello(uid)
+    await box.settle()
+    box.put(uid, Restored(incarnation="i1", pid=1001, content="theirs"))
+    box.serving(uid, oracle=ROME)
+    await box.pods.settle(uid)
+    await box.node.outbox.drain()
+    await box.contents.settle("theirs")
+    await box.node.outbox.drain()
+    assert c.QUARANTINED not in box.conditions("theirs")
+    found = facts.condition(box.pod("a"), c.CONDITION_VERIFIED)
+    assert found["status"] == "False"
+    assert "Paris" not in found["message"], "the recorded answer of somebody else"
 
 
 async def test_a_cold_server_that_changes_its_answer_condemns_what_was_captured_from_it(box: Box) -> None:

@@ -6,6 +6,8 @@ import contextlib
 import json
 import os
 import socket
+import stat
+import sys
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +18,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllmsnapshot_child import protocol
-from vllmsnapshot_child.protocol import Message, Oracle, ProtocolError, Reason, Release
+from vllmsnapshot_child.protocol import Hello, Message, Oracle, ProtocolError, Reason, Release
 
 RELEASE = {"release": True, "host": None, "port": 8000}
 ORACLE = {"token_ids": [7], "text": " Paris", "sampled_token_logprob": -0.25, "prompt": "p"}
@@ -33,7 +35,8 @@ GOOD: dict[type[Message], dict[str, Any]] = {
         "phases": {"engine_s": 1.5},
         "protocol": 1,
     },
-    protocol.Release: {"release": True, "host": "::1", "port": 8000, "env": {"HOSTNAME": "pod"}},
+    # Kubernetes allows more in the name of a variable than a shell does.
+    protocol.Release: {"release": True, "host": "::1", "port": 8000, "env": {"HOSTNAME": "pod", "my-var.x": "1"}},
     protocol.Restored: {"pid": 1001, "content": "c"},
     protocol.Serving: {"host": None, "port": 8000, "oracle": ORACLE, "phases": {"reload_s": 0.5}},
     protocol.Failed: {"reason": Reason.BIND_FAILED, "message": "port 8000"},
@@ -124,6 +127,76 @@ def test_a_socket_is_refused(control: int, tmp_path: Path, monkeypatch: pytest.M
     with socket.socket(socket.AF_UNIX) as s:
         s.bind(protocol.RELEASE)
         assert reason_of(control) == Reason.NOT_REGULAR_FILE
+
+
+def test_a_device_is_refused_without_being_opened(control: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    # Opening one acts: a watchdog starts to count, a tape winds.
+    os.mknod(tmp_path / "hello.json", stat.S_IFCHR | 0o666, os.makedev(1, 3))
+    real, opened = os.open, []
+
+    def spy(path: Any, flags: int, *args: Any, **kwargs: Any) -> int:
+        opened.append(flags)
+        return real(path, flags, *args, **kwargs)
+
+    monkeypatch.setattr(os, "open", spy)
+    with pytest.raises(ProtocolError) as e:
+        Hello.load(control)
+    assert e.value.reason == Reason.NOT_REGULAR_FILE
+    assert opened
+    assert all(flags & os.O_PATH for flags in opened)
+
+
+def test_a_file_that_is_swapped_after_the_check_is_not_read(
+    control: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "hello.json").write_text('{"incarnation": "a"}')
+    (tmp_path / "secret").write_text('{"incarnation": "secret"}')
+    real = os.fstat
+
+    def swap(fd: int) -> os.stat_result:
+        found = real(fd)
+        (tmp_path / "hello.json").unlink(missing_ok=True)
+        (tmp_path / "hello.json").symlink_to(tmp_path / "secret")
+        return found
+
+    monkeypatch.setattr(os, "fstat", swap)
+    hello = Hello.load(control)
+    assert hello is not None
+    assert hello.incarnation == "a"
+
+
+@pytest.mark.parametrize("piece", [b"[", b"{", b"[]", b"[{}],", b'"[",', b'"\\"', b'"', b"\\", b'{"a":'], ids=repr)
+def test_what_is_hostile_to_parse_costs_no_more_than_what_is_not(piece: bytes) -> None:
+    """Counted in calls of Python code, not in time: nothing may run once per byte."""
+    raw = (piece * protocol.MAX_FILE_BYTES)[: protocol.MAX_FILE_BYTES]
+    lines = 0
+
+    def count(frame: Any, event: str, _arg: Any) -> Any:
+        nonlocal lines
+        lines += event == "line"
+        return count if frame.f_code.co_filename == protocol.__file__ else None
+
+    sys.settrace(count)
+    try:
+        with pytest.raises(ProtocolError):
+            protocol.parse(raw, "x.json")
+    finally:
+        sys.settrace(None)
+    assert lines < 1000
+
+
+@pytest.mark.parametrize(("depth", "fine"), [(8, True), (100, False)])
+@pytest.mark.parametrize("text", ["x", "]]]", "[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[", '\\"[', "{"])
+def test_brackets_in_texts_are_no_nesting(depth: int, fine: bool, text: str) -> None:
+    value: Any = text
+    for _ in range(depth):
+        value = [value]
+    raw = json.dumps({"a": value}).encode()
+    if fine:
+        assert protocol.parse(raw, "x.json") == {"a": value}
+    else:
+        with pytest.raises(ProtocolError):
+            protocol.parse(raw, "x.json")
 
 
 def test_an_oversized_file_is_refused_unparsed(control: int, tmp_path: Path) -> None:
@@ -300,6 +373,43 @@ def test_one_of_many_exclusive_writers_wins(control: int, tmp_path: Path) -> Non
     assert len(won) == 1
     assert protocol.read(control, "a.json") == {"n": won[0]}
     assert [p.name for p in tmp_path.iterdir()] == ["a.json"]
+
+
+def test_an_exclusive_write_takes_the_place_of_another_incarnations_file(control: int, tmp_path: Path) -> None:
+    # A capture that ends after its container has started over writes its release late.
+    assert Release(incarnation="old", host=None, port=1).save(control, exclusive=True)
+    assert Release(incarnation="new", host=None, port=2).save(control, exclusive=True)
+    release = Release.load(control, "new")
+    assert release is not None
+    assert release.port == 2
+    assert not Release(incarnation="new", host=None, port=3).save(control, exclusive=True)
+    assert [p.name for p in tmp_path.iterdir()] == ["release.json"]
+
+
+@pytest.mark.parametrize("content", ['{"release": true, "host": null, "port": 1}', "garbage"])
+def test_an_exclusive_write_leaves_what_it_cannot_tell_to_be_old(control: int, tmp_path: Path, content: str) -> None:
+    (tmp_path / "release.json").write_text(content)
+    assert not Release(incarnation="new", host=None, port=2).save(control, exclusive=True)
+    assert (tmp_path / "release.json").read_text() == content
+
+
+def test_a_file_of_this_incarnation_that_comes_meanwhile_is_not_lost(
+    control: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    Release(incarnation="old", host=None, port=1).save(control)
+    real = os.rename
+
+    def another_is_quicker(src: str, dst: str, **kwargs: Any) -> None:
+        monkeypatch.setattr(os, "rename", real)
+        Release(incarnation="new", host=None, port=9).save(control)
+        real(src, dst, **kwargs)
+
+    monkeypatch.setattr(os, "rename", another_is_quicker)
+    assert not Release(incarnation="new", host=None, port=2).save(control, exclusive=True)
+    release = Release.load(control, "new")
+    assert release is not None
+    assert release.port == 9
+    assert [p.name for p in tmp_path.iterdir()] == ["release.json"]
 
 
 def test_removing_what_is_not_there_is_fine(control: int) -> None:

@@ -115,8 +115,15 @@ class View:
         return next(((n, a) for n, a in self.attempts if a.incarnation == word), None)
 
     def candidate(self, name: str | None) -> Candidate | None:
-        """The content of that name."""
-        return next((x for x in self.candidates if x.name == name), None)
+        """The content of that name, if it is this pod's business.
+
+        Names come out of the control volume, where the workload writes too: one that names the artifact of somebody else must
+        neither learn its answer nor get it condemned.
+        """
+        for x in self.candidates:
+            if x.name == name and (x.belongs(self.pod, self.node) or x.source_uid == self.pod.ref.uid):
+                return x
+        return None
 
     def order(self) -> Candidate | None:
         """The open order to capture this pod."""

@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from typing import Any, ParamSpec, TypeVar
 
 from vllmsnapshot_child import protocol
-from vllmsnapshot_child.protocol import HELLO, SERVING, START, Hold, Message, Oracle, Restored, Serving
+from vllmsnapshot_child.protocol import HELLO, SERVING, START, Hello, Hold, Message, Oracle, Restored, Serving
 from vllmsnapshot_child.protocol import Release as ReleaseMarker
 
 from ..api import constants as c
@@ -454,8 +454,13 @@ class Pods:
         return await self.node.thread(self._write, v.pod.ref.uid, message, exclusive=exclusive)
 
     def _write(self, uid: str, message: Message, *, exclusive: bool = False) -> bool:
-        """Write a control file; False if it is there already and must not be replaced."""
+        """Write a control file; False if it is there already and must not be replaced, or is nobody's any more."""
         with protocol.open_dir(control_path(self.node.kubelet_dir, uid)) as fd:
+            hello = Hello.load(fd)
+            if hello is None or hello.incarnation != message.incarnation:
+                # The container has started over since; what is left of this race, the next writer displaces.
+                log.info("pod %s: %s is not written, its container has started over", uid, message.FILE)
+                return False
             written = message.save(fd, exclusive=exclusive)
         self.node.wrote(message.FILE)
         return written
