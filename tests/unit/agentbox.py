@@ -138,6 +138,8 @@ class ScriptedOps:
         self.did: list[str] = []
         self.orders: list[Order] = []
         self.store: dict[str, Stored] = {}
+        self.unreadable: set[str] = set()
+        self.end_ages: list[float] = []
         self.broken: dict[str, Exception] = {}
         self.before: dict[str, Callable[[], None]] = {}
         self.resumed_first = True
@@ -167,22 +169,29 @@ class ScriptedOps:
     def delete_artifact(self, content: str) -> None:
         self._call("delete", content)
         self.store.pop(content, None)
+        self.unreadable.discard(content)
         self.tick("deleted")
 
     def raise_pids(self, pod: PodRef) -> None:
         self._call("raise_pids", pod.name)
 
-    def restore(self, pod: PodRef, content: str, timeout_s: float) -> Revived:
+    def held(self) -> Sequence[str]:
+        return [*self.store, *self.unreadable]
+
+    def restore(self, pod: PodRef, content: str, timeout_s: float, wanted: Callable[[], None]) -> Revived:
         assert timeout_s > 0
+        wanted()
         self._call("restore", f"{pod.name} {content}")
+        wanted()
         self.tick("restored")
         return Revived(pid=1001, phases={"criu_s": 1.2, "stage_s": 0.1})
 
     def clear(self, pod: PodRef) -> None:
         self._call("clear", pod.name)
 
-    def end(self, pod: PodRef, started_before: float) -> None:
-        assert abs(started_before - T0) < 3600
+    def end(self, pod: PodRef, older_than_s: float) -> None:
+        assert older_than_s >= 0
+        self.end_ages.append(older_than_s)
         self._call("end", pod.name)
 
     def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
@@ -289,6 +298,7 @@ class Box:
         self.done: list[str] = []
         self.kill_at: int | None = None
         self.answers: dict[int, Oracle] = {}
+        self.wall, self.steady = 0.0, 0.0  # how far the clocks are ahead of the real ones
         self.ops = ScriptedOps(self.tick)
         self.woken: set[str] = set()
         self.start()
@@ -307,6 +317,8 @@ class Box:
             contents=Cache(CONTENTS, lambda x: str(x["metadata"]["name"]), lambda _: None),
             outbox=Outbox(retry_s=0.001),
             ask=self.ask,
+            clock=lambda: time.time() + self.wall,
+            steady=lambda: time.monotonic() + self.steady,
             wrote=self.tick,
             health=self.ops.health,
             wake_pod=self.woken.add,

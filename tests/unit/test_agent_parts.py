@@ -10,6 +10,8 @@ from typing import Any
 
 import pytest
 from aiohttp import web
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 from vllmsnapshot.agent import config
 from vllmsnapshot.agent.app import Loop
@@ -265,6 +267,50 @@ def test_the_ledger_outlives_its_process_and_forgets_nothing_twice(tmp_path: Pat
     assert not (tmp_path / ".x.tmp").exists()
     # Another content of the same name has no past.
     assert again.entry("art", "other").failed == 0
+
+
+def test_an_older_agent_keeps_what_it_understands_of_a_newer_ones_ledger(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path))
+    ledger.load()
+    ledger.begin("art", "u", "p", "i", 1.0)
+    ledger.settle("art", "p", "i", "failed", Reason.CANARY_MISMATCH, "m")
+    raw = json.loads((tmp_path / "art.json").read_text())
+    raw["novelty"] = {"a": 1}
+    raw["attempts"][0]["novelty"] = raw["quarantined"]["novelty"] = 1
+    (tmp_path / "art.json").write_text(json.dumps(raw))
+    again = Ledger(str(tmp_path))
+    again.load()
+    assert again.entry("art", "u") == ledger.entry("art", "u")
+
+
+_json = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+_FIELDS = ["uid", "attempts", "succeeded", "failed", "consecutive", "last_failure", "quarantined", "capture_failed"]
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(changes=st.dictionaries(st.sampled_from(_FIELDS), _json) | st.binary(max_size=40))
+def test_a_damaged_ledger_is_as_good_as_none(tmp_path: Path, changes: dict[str, Any] | bytes) -> None:
+    for file in tmp_path.iterdir():
+        file.unlink()
+    good = Ledger(str(tmp_path))
+    good.load()
+    good.begin("art", "u", "p", "i", 1.0)
+    if isinstance(changes, bytes):
+        (tmp_path / "art.json").write_bytes(changes)
+    else:
+        raw = json.loads((tmp_path / "art.json").read_text())
+        (tmp_path / "art.json").write_text(json.dumps({**raw, **changes}))
+    ledger = Ledger(str(tmp_path))
+    ledger.load()
+    # Whatever was read can be gone on from.
+    ledger.begin("art", "u", "q", "i", 2.0)
+    assert ledger.settle("art", "q", "i", "failed", Reason.RESTORE_FAILED, "m")
+    ledger.blocked("p")
+    ledger.drop_pod("p")
 
 
 def test_the_ledger_keeps_counts_and_drops_old_attempts(tmp_path: Path) -> None:

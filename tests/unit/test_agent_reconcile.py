@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 import shutil
 import time
 from collections.abc import Awaitable, Callable
@@ -557,6 +559,154 @@ async def test_an_artifact_that_does_not_fit_is_not_used(box: Box, change: dict[
     start = box.files(uid).start
     assert start is not None
     assert (start.mode, start.reason) == ("cold", reason)
+
+
+# --- a node in trouble ---
+
+
+async def test_a_disk_that_refuses_the_ledger_is_not_the_artifacts_fault(box: Box, monkeypatch: pytest.MonkeyPatch) -> None:
+    box.add_content("art", "gone", captured=True, budget=1)
+    await box.settle()
+    real = os.fsync
+
+    def full(fd: int) -> None:
+        if "/ledger/" in os.readlink(f"/proc/self/fd/{fd}"):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        real(fd)
+
+    monkeypatch.setattr(os, "fsync", full)
+    uid = box.add_pod("b")
+    box.hello(uid)
+    await box.settle()
+    start = box.files(uid).start
+    assert start is not None
+    assert (start.mode, start.reason) == ("cold", Reason.INSUFFICIENT_DISK)
+    assert not [x for x in box.ops.did if x.startswith("restore")], "nothing was begun that the next agent would not know of"
+    assert c.QUARANTINED not in box.conditions("art")
+    assert list((box.root / "ledger").glob(".*")) == [], "nothing piles up on a full disk"
+    # Once there is space again, what was refused is written.
+    monkeypatch.setattr(os, "fsync", real)
+    await box.contents.collect()
+    box.start()
+    assert [a.outcome for a in box.node.ledger.entry("art", "uid-art").attempts] == ["failed"]
+    await restored(box, "d")
+
+
+@pytest.mark.parametrize("jump", [7200.0, -7200.0])
+async def test_a_clock_that_is_set_during_a_restore_changes_nothing(box: Box, jump: float) -> None:
+    # At boot, the time comes from the network while every replica of the node is being restored.
+    box.add_content("art", "gone", captured=True, budget=1)
+    uid = box.add_pod("b")
+    box.hello(uid)
+
+    def set_clock() -> None:
+        box.wall += jump
+
+    box.ops.before["restore"] = set_clock
+    await box.settle()
+    assert box.files(uid).restored is not None
+    box.serving(uid)
+    await box.settle()
+    assert box.verified("b") == ("True", Reason.VERIFIED)
+    assert c.QUARANTINED not in box.conditions("art")
+
+
+async def test_a_clock_that_is_set_back_does_not_make_a_queue_endless(box: Box) -> None:
+    # Init counts by the steady clock: when it starts another engine, nothing may be restored beside it.
+    box.add_content("art", "gone", captured=True)
+    uid = box.add_pod("d", settings=PodSettings(max_concurrent_per_node=1))
+    box.hello(uid)
+    assert box.pods.slots.take("other", 1)
+    await box.pods.settle(uid)
+    box.wall -= 7200.0
+    box.steady += 130.0
+    box.pods.slots.leave("other")
+    await box.pods.settle(uid)
+    assert not [x for x in box.ops.did if x.startswith("restore")]
+
+
+async def test_a_clock_that_is_set_ahead_does_not_end_the_wait_for_an_order(box: Box) -> None:
+    uid = box.add_pod("a")
+    box.hello(uid)
+    await box.settle()
+    box.ready(uid)
+    delay = await box.pods.settle(uid)
+    assert delay is not None
+    box.wall += 7200.0
+    again = await box.pods.settle(uid)
+    assert again is not None
+    assert 0 < again <= delay
+    assert box.files(uid).release is None
+
+
+@pytest.mark.parametrize("jump", [7200.0, -7200.0])
+async def test_a_wrong_answer_ends_its_container_whatever_the_clock_says(box: Box, jump: float) -> None:
+    uid = box.add_pod("a")
+    box.hello(uid)
+    await box.settle()
+    box.ready(uid)
+    box.advance(uid, 6)
+    await box.settle()
+    box.serving(uid, oracle=ROME)
+    box.wall += jump
+    box.start()
+    for _ in range(3):
+        await box.pods.settle(uid)
+        box.steady += 11.0
+    # A container that said this is at least as old as the file has been seen for.
+    assert min(box.ops.end_ages) < 60.0
+
+
+async def test_a_tree_that_comes_back_too_late_is_taken_away(box: Box) -> None:
+    box.add_content("art", "gone", captured=True)
+    uid = box.add_pod("b")
+    box.hello(uid)
+
+    def slow() -> None:
+        box.steady += 130.0
+
+    box.ops.before["restore"] = slow
+    await box.pods.settle(uid)
+    assert box.files(uid).restored is None
+    assert "restored" not in box.done, "the operation was told before it returned"
+
+
+async def test_a_container_that_starts_over_during_its_restore_is_not_given_the_old_tree(box: Box) -> None:
+    box.add_content("art", "gone", captured=True)
+    uid = box.add_pod("b")
+    box.hello(uid)
+
+    def dies() -> None:
+        del box.ops.before["restore"]
+        box.hello(uid, "i2")
+
+    box.ops.before["restore"] = dies
+    await box.settle()
+    files = box.files(uid)
+    assert files.start is not None
+    assert (files.incarnation, files.start.mode, files.start.reason) == ("i2", "cold", Reason.RESTORE_DIED)
+    assert files.restored is None
+
+
+async def test_an_unreadable_artifact_that_no_content_stands_for_is_collected(box: Box) -> None:
+    box.add_content("art", "gone", captured=True)
+    box.add_content("torn", "gone", captured=True, stored=False)
+    box.ops.unreadable = {"torn", "orphan"}
+    await box.contents.collect()
+    assert box.ops.unreadable == {"torn"}, "a content that still exists is told of it first"
+
+
+async def test_a_manifest_that_is_not_the_recorded_one_is_not_used(box: Box) -> None:
+    box.add_content("art", "gone", captured=True)
+    box.content("art")["status"]["artifact"] = {"bytes": 1, "digest": "sha256:other", "capturedAt": "2027-01-15T08:00:00Z"}
+    box.sync()
+    uid = box.add_pod("b")
+    box.hello(uid)
+    await box.settle()
+    start = box.files(uid).start
+    assert start is not None
+    assert start.mode == "cold"
+    assert box.conditions("art")[c.QUARANTINED] == Reason.ARTIFACT_CORRUPT
 
 
 # --- servers that do not report ---

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -94,14 +95,23 @@ def test_every_byte_is_synced_before_the_name_appears(store: Store, monkeypatch:
     assert wanted <= set(synced)
 
 
-def test_a_failing_disk_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    ("number", "reason"),
+    [
+        (errno.ENOSPC, Reason.INSUFFICIENT_DISK),
+        (errno.EDQUOT, Reason.INSUFFICIENT_DISK),
+        (errno.EIO, Reason.STORE_FAILED),
+        (errno.EROFS, Reason.STORE_FAILED),
+    ],
+)
+def test_a_failing_disk_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyPatch, number: int, reason: str) -> None:
     def full(fd: int) -> None:
-        raise OSError(28, "No space left on device")
+        raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(StoreError) as error:
         put(store)
-    assert error.value.reason == Reason.STORE_FAILED
+    assert error.value.reason == reason
     assert store.manifests() == []
     assert list(store.tmp_dir.iterdir()) == []
 
@@ -195,6 +205,36 @@ def test_unknown_manifest_keys_are_ignored(store: Store) -> None:
     file = store.artifacts_dir / "c1" / MANIFEST
     file.write_text(json.dumps({**json.loads(file.read_text()), "later": 1}))
     assert store.manifest("c1").root_pid == 1000
+
+
+@pytest.mark.parametrize(("number", "reason"), [(errno.EIO, Reason.ARTIFACT_CORRUPT), (errno.EMFILE, Reason.STORE_FAILED)])
+def test_what_the_agent_is_short_of_says_nothing_against_an_artifact(
+    store: Store, monkeypatch: pytest.MonkeyPatch, number: int, reason: str
+) -> None:
+    put(store)
+
+    def fails(*_: object, **__: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with store.open("c1") as artifact:
+        monkeypatch.setattr(os, "open", fails)
+        with pytest.raises(StoreError) as error:
+            artifact.verify(full=True)
+        monkeypatch.undo()
+    assert error.value.reason == reason
+    monkeypatch.setattr(os, "open", fails)
+    with pytest.raises(StoreError) as error:
+        store.open("c1")
+    monkeypatch.undo()
+    assert error.value.reason == reason
+
+
+def test_an_artifact_that_cannot_be_read_is_still_listed(store: Store) -> None:
+    put(store)
+    (store.artifacts_dir / "c1/manifest.json").write_text("torn")
+    (store.artifacts_dir / "not a content").mkdir()
+    assert store.manifests() == []
+    assert store.names() == ["c1"]
 
 
 def test_a_new_capture_replaces_an_old_one(store: Store) -> None:

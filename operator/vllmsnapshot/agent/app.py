@@ -195,6 +195,7 @@ class Agent:
             self.node.outbox.forget(f"pod/{uid}")
             self.pods.slots.leave(uid)
             self.metrics.forget(uid)
+            self.pods.ages.forget(uid)
             self._later(self._pod_gone(uid))
             return
         if facts.ours(obj, self.node.name):

@@ -26,7 +26,7 @@ from . import identity, namespaces, staging
 from .accelerator import MEMORY_USED, Accelerator
 from .containers import Container, Mount, Process, descendants, resume_all
 from .criu import Criu, CriuError
-from .errors import AgentError, CaptureError, StoreError
+from .errors import AgentError, CaptureError, StoreError, disk_reason, is_full
 from .staging import Copy, Staged, StagingError
 from .store import Draft, Manifest, Store
 
@@ -160,11 +160,13 @@ def capture(
         log.warning("capture of %s: %s\n%s", request.content, e, e.log[-LOGGED:])
         if not container.alive():
             raise CaptureError(Reason.SOURCE_GONE, f"the container ended during the capture: {e}") from e
+        if is_full(e):
+            raise StoreError(Reason.INSUFFICIENT_DISK, str(e)) from e
         raise CaptureError(Reason.CAPTURE_TIMEOUT if e.timed_out else Reason.DUMP_FAILED, str(e)) from e
     except StagingError as e:
         raise CaptureError(_staging_reason(e, deadline), f"files of the container cannot be copied: {e}") from e
     except OSError as e:
-        raise StoreError(Reason.STORE_FAILED, f"the capture cannot be written: {e}") from e
+        raise StoreError(disk_reason(e), f"the capture cannot be written: {e}") from e
     finally:
         if not resumed:
             _notify(on_resumed)

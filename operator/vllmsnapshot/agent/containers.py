@@ -331,12 +331,11 @@ def is_criu(proc: Path, process: Process) -> bool:
         return False
 
 
-def kill_all(container: Container, spare: Iterable[Process] = (), *, timeout_s: float = 10.0) -> list[Process]:
-    """SIGKILL every descendant of PID 1, and CRIU, but those to be spared; wait until they are reaped and their PIDs free.
+def kill_all(container: Container, *, timeout_s: float = 10.0) -> list[Process]:
+    """SIGKILL every descendant of PID 1, and CRIU; wait until they are reaped and their PIDs free.
 
     Returns what is left after the time (seconds). Raises ProcessLookupError if PID 1 dies.
     """
-    kept = {(p.pid, p.start_time) for p in spare}
     deadline = time.monotonic() + timeout_s
     pause = 0.005
     while True:
@@ -344,7 +343,7 @@ def kill_all(container: Container, spare: Iterable[Process] = (), *, timeout_s: 
         # A CRIU whose agent was killed has its parent outside, as a shell has, and half-made processes below it.
         roots = [container.pid, *(p.pid for p in processes if is_criu(container.proc, p))]
         doomed = {p.pid for root in roots for p in descendants(processes, root)} | set(roots)
-        left = [p for p in processes if p.pid in doomed and (p.pid, p.start_time) not in kept]
+        left = [p for p in processes if p.pid in doomed]
         # Again in every round: a process may have forked before it died, and CRIU's helpers stop and trace each other.
         for process in left:
             if not process.zombie:

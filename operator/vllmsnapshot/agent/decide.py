@@ -108,6 +108,8 @@ class View:
     incapable: str = ""
     attempts: tuple[tuple[str, Attempt], ...] = ()  # of this pod, from the ledger: content and attempt
     blocked: Mapping[str, str] = field(default_factory=dict)
+    ages: Mapping[str, float] = field(default_factory=dict)
+    """Seconds since each control file was written, by a clock that nobody sets (see `reconcile.Ages`)."""
 
     def attempt(self) -> tuple[str, Attempt] | None:
         """The restore of the present incarnation, if one was begun."""
@@ -130,8 +132,8 @@ class View:
         return next((x for x in self.candidates if x.source_uid == self.pod.ref.uid and x.open), None)
 
     def age(self, name: str) -> float:
-        """Seconds since that control file was written; a clock that was set back does not make it negative."""
-        return max(0.0, self.now - self.files.at.get(name, self.now))
+        """Seconds since that control file was written."""
+        return self.ages.get(name, max(0.0, self.now - self.files.at.get(name, self.now)))
 
 
 # --- steps -----------------------------------------------------------------------------------------------------------
@@ -351,7 +353,7 @@ def _barrier_step(v: View) -> Step:
         return Release()
     if v.age(READY) >= ORDER_GRACE_S:
         return Release()
-    return Wait(why="waiting for the order", until=v.files.at.get(READY, v.now) + ORDER_GRACE_S)
+    return Wait(why="waiting for the order", until=v.now + ORDER_GRACE_S - v.age(READY))
 
 
 def _fail_order(v: View, reason: str, message: str) -> FailOrder | None:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import errno
+
+from ..api.constants import Reason
+
 
 class AgentError(Exception):
     """A node operation failed. `reason` is a constant of `api.constants.Reason`; `message` is for people and bounded."""
@@ -23,3 +27,19 @@ class RestoreError(AgentError):
 
 class StoreError(AgentError):
     """An artifact is missing, damaged or in use, or the store cannot be written."""
+
+
+NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
+
+
+def is_full(error: BaseException) -> bool:
+    """Whether a disk or a quota was full. Also told by the text of what happened in another process (CRIU, `nsrun`)."""
+    if isinstance(error, OSError):
+        return error.errno in NO_SPACE
+    text = str(error)
+    return "No space left on device" in text or "Disk quota exceeded" in text
+
+
+def disk_reason(error: OSError) -> str:
+    """The reason of a disk that refuses a write: a full one is remedied otherwise than a broken one."""
+    return Reason.INSUFFICIENT_DISK if is_full(error) else Reason.STORE_FAILED

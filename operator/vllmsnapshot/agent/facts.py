@@ -190,6 +190,15 @@ def content_status(obj: Object) -> VLLMSnapshotContentStatus:
         return VLLMSnapshotContentStatus()
 
 
+def recorded(obj: Object, stored: Stored) -> bool:
+    """Whether the stored artifact is the one that the status tells of, by the digest of its manifest.
+
+    The manifest has the digests of all other files, and nothing on the node has its own.
+    """
+    artifact = content_status(obj).artifact
+    return artifact is None or artifact.digest == stored.digest
+
+
 def candidate(obj: Object, stored: Stored | None, entry: Entry) -> Candidate | None:
     """A content as API, store and ledger describe it; None where its spec cannot be read.
 
@@ -199,7 +208,7 @@ def candidate(obj: Object, stored: Stored | None, entry: Entry) -> Candidate | N
     if spec is None:
         return None
     meta = obj["metadata"]
-    mine = stored if stored is not None and stored.content_uid in ("", meta["uid"]) else None
+    mine = stored if stored is not None and stored.content_uid in ("", meta["uid"]) and recorded(obj, stored) else None
     quarantined = condition(obj, c.QUARANTINED)
     why = f"{quarantined.get('reason')}: {quarantined.get('message')}" if quarantined.get("status") == "True" else ""
     if not why and entry.quarantined is not None:

@@ -9,14 +9,17 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import os
 import secrets
 import threading
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field, replace
-from typing import Literal
+from dataclasses import asdict, dataclass, field, fields, replace
+from typing import Any, Literal
 
 from ..api.constants import Reason
+
+log = logging.getLogger(__name__)
 
 Outcome = Literal["pending", "succeeded", "failed", "aborted"]
 
@@ -34,6 +37,8 @@ NOT_THE_ARTIFACT = (
     Reason.NODE_NOT_CAPABLE,
     Reason.AGENT_RESTARTED,
     Reason.SOURCE_GONE,
+    Reason.STORE_FAILED,
+    Reason.ENGINE_RUNNING,
 )
 """Failures of the place or the moment: they are not counted against the artifact."""
 
@@ -83,6 +88,7 @@ class Ledger:
     wrote: Callable[[str], None] = lambda _: None
     settled: Callable[[str, str], None] = lambda _outcome, _reason: None
     _entries: dict[str, Entry] = field(default_factory=dict)
+    _unsaved: set[str] = field(default_factory=set)  # contents whose entry the disk refused
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def load(self) -> None:
@@ -97,12 +103,9 @@ class Ledger:
             try:
                 with open(path, encoding="utf-8") as f:
                     raw = json.load(f)
-                raw["attempts"] = tuple(Attempt(**a) for a in raw["attempts"])
-                for name in ("quarantined", "capture_failed"):
-                    raw[name] = Why(**raw[name]) if raw.get(name) else None
-                self._entries[file.removesuffix(".json")] = Entry(**raw)
-            except (OSError, ValueError, TypeError, KeyError):
-                continue
+                self._entries[file.removesuffix(".json")] = _entry(raw)
+            except (OSError, ValueError, TypeError, KeyError, AttributeError, RecursionError):
+                log.warning("%s cannot be read: what it remembered is lost", path, exc_info=True)
 
     def entry(self, content: str, uid: str) -> Entry:
         """What is known of this content."""
@@ -119,23 +122,41 @@ class Ledger:
         return tuple(self._entries)
 
     def put(self, content: str, entry: Entry) -> None:
-        """Store an entry durably. Raises OSError if the disk refuses; memory is right even then."""
+        """Store an entry durably. Raises OSError if the disk refuses; memory is right even then, and `save` tries again."""
         with self._lock:
-            if self._entries.get(content) == entry:
+            if self._entries.get(content) == entry and content not in self._unsaved:
                 return
             self._entries[content] = entry
-            tmp = os.path.join(self.directory, f".{secrets.token_hex(6)}.tmp")
+            self._unsaved.add(content)
+            self._write(content, entry)
+        self.wrote(f"ledger {content}")
+
+    def save(self) -> None:
+        """Write what the disk has refused before. Raises OSError if it still does."""
+        with self._lock:
+            for content in sorted(self._unsaved):
+                self._write(content, self._entries[content])
+                self.wrote(f"ledger {content}")
+
+    def _write(self, content: str, entry: Entry) -> None:
+        tmp = os.path.join(self.directory, f".{secrets.token_hex(6)}.tmp")
+        try:
             with open(tmp, "w", encoding="utf-8") as f:
                 json.dump(asdict(entry), f)
                 f.flush()
                 os.fsync(f.fileno())
             os.rename(tmp, os.path.join(self.directory, f"{content}.json"))
-            fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
-            try:
-                os.fsync(fd)
-            finally:
-                os.close(fd)
-        self.wrote(f"ledger {content}")
+        except OSError:
+            # A full disk refuses again and again: nothing may pile up.
+            with contextlib.suppress(OSError):
+                os.unlink(tmp)
+            raise
+        fd = os.open(self.directory, os.O_RDONLY | os.O_DIRECTORY)
+        try:
+            os.fsync(fd)
+        finally:
+            os.close(fd)
+        self._unsaved.discard(content)
 
     def adopt(self, content: str, uid: str, *, succeeded: int, failed: int, consecutive: int, last_failure: str) -> None:
         """Go on from the counts in a content's status, where the disk remembers nothing of it (a store that was replaced)."""
@@ -150,6 +171,7 @@ class Ledger:
         """Remove an entry whose content is gone."""
         with self._lock:
             self._entries.pop(content, None)
+            self._unsaved.discard(content)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.directory, f"{content}.json"))
 
@@ -247,6 +269,23 @@ class Ledger:
         for content, attempt in self.attempts(pod):
             if attempt.outcome == "pending":
                 self.settle(content, pod, attempt.incarnation, "aborted", Reason.SOURCE_GONE, "the pod was deleted")
+
+
+def _entry(raw: dict[str, Any]) -> Entry:
+    """An entry out of its file. What a newer agent has added is left out; its quarantines and counts are kept."""
+    known = {f.name for f in fields(Entry)}
+    values = {k: v for k, v in raw.items() if k in known}
+    values["attempts"] = tuple(Attempt(**{k: v for k, v in a.items() if k in _ATTEMPT}) for a in raw["attempts"])
+    for name in ("quarantined", "capture_failed"):
+        values[name] = Why(reason=str(raw[name]["reason"]), message=str(raw[name]["message"])) if raw.get(name) else None
+    entry = Entry(**values)
+    numbers = (entry.succeeded, entry.failed, entry.consecutive)
+    if not all(type(n) is int and n >= 0 for n in numbers) or not all(type(a.at) in (int, float) for a in entry.attempts):
+        raise ValueError("a number is none")
+    return entry
+
+
+_ATTEMPT = frozenset(f.name for f in fields(Attempt))
 
 
 def _quarantined(entry: Entry, reason: str, message: str) -> Entry:

@@ -91,6 +91,10 @@ class LocalOps:
             files = artifact.verify(full=True, background=True)
             return Digested(files=files, bytes=sum(file.size for file in artifact.manifest.files.values()))
 
+    def held(self) -> Sequence[str]:
+        """Contents that have files in the store, readable or not."""
+        return self.store.names()
+
     def delete_artifact(self, content: str) -> None:
         """Remove the files of a content. Waits for restores that read them."""
         self.store.delete(content)
@@ -111,10 +115,11 @@ class LocalOps:
         with self._container(pod, RestoreError, Reason.RESTORE_FAILED) as container:
             self._criu.raise_pids(container, LAST_PID)
 
-    def restore(self, pod: PodRef, content: str, timeout_s: float) -> Revived:
+    def restore(self, pod: PodRef, content: str, timeout_s: float, wanted: Callable[[], None]) -> Revived:
         """Bring the captured tree up in the pod's container."""
         with self._container(pod, RestoreError, Reason.RESTORE_DIED) as container:
-            request = restore.RestoreRequest(content=content, timeout_s=timeout_s)
+            # Asked with the container pinned: what `wanted` finds true of it stays true of this one.
+            request = restore.RestoreRequest(content=content, timeout_s=timeout_s, wanted=wanted)
             result = restore.restore(container, request, self.store, self._criu, self._accelerator)
             return Revived(pid=result.pid, phases=result.phases)
 
@@ -133,12 +138,11 @@ class LocalOps:
         except (OSError, AgentError):
             log.exception("before the end of process %d", container.pid)
 
-    def end(self, pod: PodRef, started_before: float) -> None:
-        """Kill PID 1 of the container if it started before this time (Unix seconds)."""
+    def end(self, pod: PodRef, older_than_s: float) -> None:
+        """Kill PID 1 of the container if it has run for longer than that. By the clock since boot, which nobody sets."""
         with contextlib.suppress(RestoreError), self._container(pod, RestoreError, Reason.RESTORE_DIED) as container:
-            ticks = os.sysconf("SC_CLK_TCK")
-            boot = time.time() - time.clock_gettime(time.CLOCK_BOOTTIME)
-            if boot + container.init.start_time / ticks < started_before:
+            started = container.init.start_time / os.sysconf("SC_CLK_TCK")
+            if time.clock_gettime(time.CLOCK_BOOTTIME) - started > older_than_s:
                 self._before_end(container)
                 signal.pidfd_send_signal(container.pidfd, signal.SIGKILL)
 

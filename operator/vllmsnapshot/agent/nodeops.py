@@ -113,14 +113,20 @@ class NodeOps(Protocol):
     def raise_pids(self, pod: PodRef) -> None:
         """Let the next process of the container get a high PID, so that a capture of it can be restored anywhere."""
 
-    def restore(self, pod: PodRef, content: str, timeout_s: float) -> Revived:
-        """Bring the captured tree up in the pod's container. After an error nothing but PID 1 is left there."""
+    def held(self) -> Sequence[str]:
+        """Contents that have files in the store, readable or not."""
+
+    def restore(self, pod: PodRef, content: str, timeout_s: float, wanted: Callable[[], None]) -> Revived:
+        """Bring the captured tree up in the pod's container. After an error nothing but PID 1 is left there.
+
+        `wanted` raises if nobody waits for the tree any more; it is asked before the tree is made and again once it runs.
+        """
 
     def clear(self, pod: PodRef) -> None:
         """Kill everything in the container but PID 1 and wait until it is gone."""
 
-    def end(self, pod: PodRef, started_before: float) -> None:
-        """Kill PID 1 of the container, and with it everything else, if it started before this time (Unix seconds)."""
+    def end(self, pod: PodRef, older_than_s: float) -> None:
+        """Kill PID 1 of the container, and with it everything else, if it has run for longer than that (seconds)."""
 
     def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
         """Dump the tree at the barrier. Calls `on_resumed` once the tree runs again; on return the artifact is durable."""

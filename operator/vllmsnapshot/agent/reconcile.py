@@ -29,6 +29,7 @@ from . import decide, facts, report
 from .cache import Cache
 from .control import Files, control_path, read_files, write_restored
 from .decide import Candidate, Pod, View, next_step
+from .errors import RestoreError, StoreError, disk_reason
 from .ledger import Ledger
 from .metrics import Metrics
 from .nodeops import Digested, Health, NodeOps, Order, Stored, explain
@@ -49,6 +50,8 @@ HOLD_MARGIN_S = 30.0
 """Init releases by itself this long after the capture's own limit."""
 PROBE_PAUSE_S = 0.2
 """Between two questions to a foreign server that does not answer yet."""
+SUCCESSOR_S = 10.0
+"""A container that has started clears the control files within seconds."""
 QUEUE_PAUSE_S = 1.0
 """A queued restore looks again this often, besides being woken: its time may be up."""
 
@@ -74,6 +77,7 @@ class Node:
     outbox: Outbox
     ask: Ask = _ask_nobody
     clock: Callable[[], float] = time.time
+    steady: Callable[[], float] = time.monotonic
     wrote: Callable[[str], None] = lambda _: None  # called after every durable write
     wake_pod: Callable[[str], None] = lambda _: None
     wake_content: Callable[[str], None] = lambda _: None
@@ -148,12 +152,46 @@ class Node:
 # --- pods ------------------------------------------------------------------------------------------------------------
 
 
+class Ages:
+    """How old the control files of each pod are, whatever is done to the node's clock.
+
+    Time counts from the moment a file was first seen here; only its age at that moment comes from the wall clock. A clock that is
+    set (at boot, typically, while every replica is being restored) would otherwise make a decision look given up while init still
+    waits for it, or still waited for when init has long started another engine.
+    """
+
+    def __init__(self, clock: Callable[[], float], steady: Callable[[], float]) -> None:
+        self._clock, self._steady = clock, steady
+        self._seen: dict[str, dict[str, tuple[tuple[str, float], float, float]]] = {}
+
+    def look(self, uid: str, files: Files) -> dict[str, float]:
+        """The age of every file (seconds)."""
+        now, steady = self._clock(), self._steady()
+        before = self._seen.get(uid, {})
+        seen = self._seen[uid] = {}
+        for name, at in files.at.items():
+            key = (files.incarnation, at)
+            first = before.get(name)
+            seen[name] = first if first is not None and first[0] == key else (key, max(0.0, now - at), steady)
+        return {name: age + steady - since for name, (_, age, since) in seen.items()}
+
+    def seen_for(self, uid: str, name: str) -> float:
+        """For how long (seconds) this file has been seen here; 0 for one that has not."""
+        first = self._seen.get(uid, {}).get(name)
+        return 0.0 if first is None else self._steady() - first[2]
+
+    def forget(self, uid: str) -> None:
+        """The pod is gone."""
+        self._seen.pop(uid, None)
+
+
 class Pods:
     """The steps of one pod after another. `settle` of one pod must not run twice at the same time."""
 
     def __init__(self, node: Node) -> None:
         self.node = node
         self.slots = Slots(node.wake_pod)
+        self.ages = Ages(node.clock, node.steady)
 
     def observe(self, uid: str) -> View | None:
         """Everything there is to see; None if the pod is not (any more) one of ours."""
@@ -161,13 +199,15 @@ class Pods:
         obj = n.pods.get(uid)
         if obj is None or not facts.ours(obj, n.name):
             return None
-        files, pod = read_files(control_path(n.kubelet_dir, uid)), facts.pod_facts(obj)
+        files = read_files(control_path(n.kubelet_dir, uid)) or Files(problems={HELLO: "no control volume"})
+        pod = facts.pod_facts(obj)
         obstacle = n.health.obstacle(gpu=pod.gpu)
         return View(
             now=n.clock(),
             node=n.name,
             pod=pod,
-            files=files or Files(problems={HELLO: "no control volume"}),
+            files=files,
+            ages=self.ages.look(uid, files),
             candidates=n.candidates(),
             capable=not obstacle,
             incapable=obstacle,
@@ -252,9 +292,8 @@ class Pods:
         try:
             with n.using(step.content):
                 try:
-                    await n.thread(n.ledger.begin, step.content, content.uid, ref.uid, word, n.clock())
-                    revived = await n.thread(n.ops.restore, ref, step.content, step.timeout_s)
-                    self._in_time(v)
+                    await n.thread(self._announce, step.content, content.uid, v)
+                    revived = await n.thread(n.ops.restore, ref, step.content, step.timeout_s, self._wanted(v))
                 except Exception as e:  # whatever the node did: the replica starts cold
                     await self._restore_failed(v, content, e)
                     return None
@@ -270,10 +309,28 @@ class Pods:
         finally:
             self.slots.leave(ref.uid)
 
-    def _in_time(self, v: View) -> None:
-        """Raises TimeoutError if init may have started another engine in the meantime."""
-        if v.files.start is None or self.node.clock() - v.files.at[START] >= v.files.start.timeout_s - 0.5:
-            raise TimeoutError("the tree came back when init no longer waited for it")
+    def _announce(self, content: str, uid: str, v: View) -> None:
+        """Before anything is done in the container, or an agent after us would not know what it finds there."""
+        try:
+            self.node.ledger.begin(content, uid, v.pod.ref.uid, v.files.incarnation, self.node.clock())
+        except OSError as e:
+            raise StoreError(disk_reason(e), f"the ledger cannot be written: {e}") from e
+
+    def _wanted(self, v: View) -> Callable[[], None]:
+        """Raises if init may have started another engine in the meantime."""
+        start = v.files.start
+        assert start is not None
+        deadline = self.node.steady() + start.timeout_s - 0.5 - v.age(START)
+
+        def check() -> None:
+            if self.node.steady() >= deadline:
+                raise TimeoutError("init no longer waits for the tree")
+            with protocol.open_dir(control_path(self.node.kubelet_dir, v.pod.ref.uid)) as fd:
+                hello = Hello.load(fd)
+            if hello is None or hello.incarnation != v.files.incarnation:
+                raise RestoreError(Reason.RESTORE_DIED, "the container started over during the restore")
+
+        return check
 
     def _write_restored(self, uid: str, message: Restored, phases: dict[str, float], oracle: Oracle | None) -> None:
         with protocol.open_dir(control_path(self.node.kubelet_dir, uid)) as fd:
@@ -438,8 +495,13 @@ class Pods:
                 n.wake_content(name)
         n.tell(v.pod, Reason.CANARY_MISMATCH, "Verify", step.message, v.files.incarnation, warning=True)
         # PID 1, not the tree alone: the kernel ends the whole namespace at once, and the kubelet counts and backs off.
-        # The time guards its successor, which may be running before it has cleared the files that we still see.
-        await self._try(n.thread(n.ops.end, v.pod.ref, v.files.at[SERVING]), f"end {v.pod.ref.name}")
+        # The age guards its successor, which may be running before it has cleared the files that we still see. Where a file was
+        # written before the clock was set its age is wrong: one that we have seen for long is certainly that old.
+        old = v.age(SERVING)
+        seen = self.ages.seen_for(v.pod.ref.uid, SERVING)
+        if seen > SUCCESSOR_S:
+            old = min(old, seen)
+        await self._try(n.thread(n.ops.end, v.pod.ref, old), f"end {v.pod.ref.name}")
         return QUEUE_PAUSE_S
 
     # --- small parts ---
@@ -562,6 +624,10 @@ class Contents:
         stored = n.stored.get(name)
         if stored is not None and stored.content_uid not in ("", uid):
             stored = None
+        if stored is not None and facts.is_true(obj, c.CAPTURED) and not facts.recorded(obj, stored):
+            message = f"the manifest is not the recorded one: its digest is {stored.digest}"
+            await n.thread(n.ledger.quarantine, name, uid, Reason.ARTIFACT_CORRUPT, message)
+            entry = n.ledger.entry(name, uid)
         failed: tuple[str, str] | None = None
         delay: float | None = None
         if entry.capture_failed is not None:
@@ -683,15 +749,25 @@ class Contents:
         """
         n = self.node
         await n.refresh()
-        held, remembered = dict(n.stored), n.ledger.contents()
+        await self._save_ledger()
+        # Also those whose manifest cannot be read.
+        held, remembered = await n.thread(n.ops.held), n.ledger.contents()
         live = {x["metadata"]["name"]: x["metadata"]["uid"] for x in await n.kube.list(CONTENTS)}
-        for name, stored in held.items():
-            if (name not in live or stored.content_uid not in ("", live[name])) and not n.busy[name]:
+        for name in held:
+            stored = n.stored.get(name)
+            other = stored is not None and stored.content_uid not in ("", live.get(name))
+            if (name not in live or other) and not n.busy[name]:
                 log.warning("deleting artifact %s: no content stands for it", name)
                 await self._drop_files(name)
         for name in remembered:
             if name not in live and not n.busy[name]:
                 await n.thread(n.ledger.forget, name)
+
+    async def _save_ledger(self) -> None:
+        try:
+            await self.node.thread(self.node.ledger.save)
+        except OSError as e:
+            log.warning("the ledger cannot be written: %s", e)
 
 
 def watch_path(node: Node, uid: str) -> str:

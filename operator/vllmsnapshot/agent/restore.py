@@ -6,7 +6,7 @@ import contextlib
 import logging
 import os
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
@@ -14,9 +14,9 @@ from typing import Final
 from ..api.constants import Reason
 from . import identity, namespaces, staging
 from .accelerator import UUID, Accelerator
-from .containers import Container, Process, kill_all, parse_mountinfo
+from .containers import Container, kill_all, parse_mountinfo
 from .criu import Criu, CriuError
-from .errors import AgentError, RestoreError
+from .errors import AgentError, RestoreError, is_full
 from .staging import Staged, sweep
 from .store import Artifact, Manifest, Store
 
@@ -37,6 +37,8 @@ class RestoreRequest:
 
     content: str
     timeout_s: float
+    wanted: Callable[[], None] = lambda: None
+    """Raises if nobody waits for the tree any more: then it is taken away again."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -56,26 +58,31 @@ def restore(container: Container, request: RestoreRequest, store: Store, criu: C
     started = time.monotonic()
     deadline = started + request.timeout_s
     with store.open(request.content) as artifact:
-        before = container.descendants()
+        there = container.descendants()
+        if there:
+            # Two engines in one container would share its memory and its port. Nothing is touched: this one may serve.
+            raise RestoreError(
+                Reason.ENGINE_RUNNING, f"another engine runs in the container: {there[0].ns_pid} ({there[0].comm})"
+            )
         try:
-            phases = _restore(container, artifact, store, criu, accelerator, before, deadline)
+            request.wanted()
+            phases = _restore(container, artifact, store, criu, accelerator, deadline)
+            request.wanted()
         except BaseException as e:
-            _roll_back(container, artifact.manifest, accelerator, before)
+            _roll_back(container, artifact.manifest, accelerator)
             raise _explained(e, container) from e
         phases["restore"] = time.monotonic() - started
         return RestoreResult(pid=artifact.manifest.root_pid, manifest=artifact.manifest, phases=phases)
 
 
-def clear(
-    container: Container, spare: tuple[Process, ...] = (), staged: Sequence[Staged] = (staging.SHM, staging.SCRATCH)
-) -> None:
+def clear(container: Container, staged: Sequence[Staged] = (staging.SHM, staging.SCRATCH)) -> None:
     """Kill everything in the container but PID 1 (and shells from outside), and wait until the PIDs are free.
 
     Removes CRIU's files too: a later restore into this container would trip over them.
 
     Raises RestoreError if something does not die in time, ProcessLookupError if PID 1 does.
     """
-    left = kill_all(container, spare, timeout_s=CLEAR_TIMEOUT_S)
+    left = kill_all(container, timeout_s=CLEAR_TIMEOUT_S)
     if left:
         names = ", ".join(f"{p.ns_pid} ({p.comm}, {p.state})" for p in left[:8])
         raise RestoreError(Reason.RESTORE_FAILED, f"processes that do not end: {names}")
@@ -90,7 +97,6 @@ def _restore(
     store: Store,
     criu: Criu,
     accelerator: Accelerator,
-    before: list[Process],
     deadline: float,
 ) -> dict[str, float]:
     manifest = artifact.manifest
@@ -118,8 +124,7 @@ def _restore(
             inherit=inherit,
         )
     phases |= outcome.phases
-    known = {(p.pid, p.start_time) for p in before}
-    tree = [p for p in container.descendants() if (p.pid, p.start_time) not in known]
+    tree = container.descendants()
     lost = set(manifest.pids) - {p.ns_pid for p in tree if not p.zombie}
     if lost:
         raise RestoreError(Reason.RESTORE_DIED, f"processes {sorted(lost)} of the tree were not there after the restore")
@@ -205,15 +210,14 @@ def memory_limit(container: Container, cgroup_root: Path) -> int | None:
     return min((x for x in limits if x < 1 << 60), default=None)
 
 
-def _roll_back(container: Container, manifest: Manifest, accelerator: Accelerator, before: list[Process]) -> None:
+def _roll_back(container: Container, manifest: Manifest, accelerator: Accelerator) -> None:
     """Kill what a failed restore made. Must not hide the error that brought us here."""
     try:
-        known = {(p.pid, p.start_time) for p in before}
-        accelerator.before_terminate([p for p in container.descendants() if (p.pid, p.start_time) not in known])
+        accelerator.before_terminate(container.descendants())
     except (OSError, AgentError):
         log.exception("before the end of a failed restore")
     try:
-        clear(container, tuple(before), [Staged(name=n, path=p) for n, p in manifest.staged.items()])
+        clear(container, [Staged(name=n, path=p) for n, p in manifest.staged.items()])
     except OSError:
         if container.alive():
             log.exception("after a failed restore")
@@ -224,9 +228,14 @@ def _roll_back(container: Container, manifest: Manifest, accelerator: Accelerato
 def _explained(error: BaseException, container: Container) -> BaseException:
     if isinstance(error, CriuError):
         log.warning("restore: %s\n%s", error, error.log[-LOGGED:])
+        if is_full(error):
+            # The disk of the node (scratch, CRIU's work), or the size limit of a volume: no fault of the artifact.
+            return RestoreError(Reason.INSUFFICIENT_DISK, str(error))
         return RestoreError(Reason.RESTORE_TIMEOUT if error.timed_out else Reason.RESTORE_FAILED, str(error))
     if isinstance(error, AgentError) or not isinstance(error, Exception):
         return error
+    if isinstance(error, OSError) and is_full(error):
+        return RestoreError(Reason.INSUFFICIENT_DISK, f"the restore needs space: {error}")
     if not container.alive():
         return RestoreError(Reason.RESTORE_DIED, "the container ended during the restore")
     return RestoreError(Reason.RESTORE_FAILED, f"{type(error).__name__}: {error}")

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import errno
 import fcntl
 import hashlib
 import json
@@ -33,7 +34,7 @@ from types import TracebackType
 from typing import Any, Final
 
 from ..api.constants import Reason
-from .errors import StoreError
+from .errors import StoreError, disk_reason
 from .identity import FileFact
 
 log = logging.getLogger(__name__)
@@ -147,13 +148,18 @@ class Store:
     def manifests(self) -> list[Manifest]:
         """Of all readable artifacts, by content name."""
         found = []
-        with contextlib.suppress(FileNotFoundError):
-            for name in sorted(os.listdir(self.artifacts_dir)):
-                try:
-                    found.append(self.manifest(name))
-                except StoreError as e:
-                    log.warning("artifact %s: %s", name, e)
+        for name in self.names():
+            try:
+                found.append(self.manifest(name))
+            except StoreError as e:
+                log.warning("artifact %s: %s", name, e)
         return found
+
+    def names(self) -> list[str]:
+        """Contents that have a directory here, readable or not."""
+        with contextlib.suppress(OSError):
+            return sorted(name for name in os.listdir(self.artifacts_dir) if _NAME.fullmatch(name))
+        return []
 
     def manifest(self, content: str) -> Manifest:
         """Of one artifact. Raises StoreError(ARTIFACT_MISSING, ARTIFACT_CORRUPT)."""
@@ -169,7 +175,7 @@ class Store:
             except FileNotFoundError:
                 raise StoreError(Reason.ARTIFACT_MISSING, f"this node has no artifact of {content}") from None
             except OSError as e:
-                raise StoreError(Reason.STORE_FAILED, f"the artifact of {content} cannot be opened: {e}") from e
+                raise StoreError(_read_reason(e), f"the artifact of {content} cannot be opened: {e}") from e
             try:
                 fcntl.flock(fd, fcntl.LOCK_SH)
                 # Deleted, and perhaps captured anew, before we had the lock?
@@ -217,7 +223,7 @@ class Store:
         try:
             path.mkdir(mode=0o700)
         except OSError as e:
-            raise StoreError(Reason.STORE_FAILED, f"the store {self.root} cannot be written: {e}") from e
+            raise StoreError(disk_reason(e), f"the store {self.root} cannot be written: {e}") from e
         draft = Draft(self, content, path)
         try:
             yield draft
@@ -227,9 +233,12 @@ class Store:
 
     @contextlib.contextmanager
     def work_dir(self) -> Iterator[int]:
-        """A directory for CRIU's by-products."""
+        """A directory for CRIU's by-products. Raises StoreError."""
         path = self.tmp_dir / f"work-{secrets.token_hex(4)}"
-        path.mkdir(mode=0o700)
+        try:
+            path.mkdir(mode=0o700)
+        except OSError as e:
+            raise StoreError(disk_reason(e), f"the store {self.root} cannot be written: {e}") from e
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             try:
@@ -295,7 +304,7 @@ class Draft:
             self.published = True
             _sync(self._store.artifacts_dir)
         except OSError as e:
-            raise StoreError(Reason.STORE_FAILED, f"the artifact of {self._content} cannot be written: {e}") from e
+            raise StoreError(disk_reason(e), f"the artifact of {self._content} cannot be written: {e}") from e
         return Manifest.from_json(raw)
 
 
@@ -311,7 +320,7 @@ class Artifact:
             with open(raw_fd, "rb") as f:
                 raw = f.read(MAX_MANIFEST_BYTES + 1)
         except OSError as e:
-            raise StoreError(Reason.ARTIFACT_CORRUPT, f"the manifest of {content} cannot be read: {e}") from e
+            raise StoreError(_read_reason(e), f"the manifest of {content} cannot be read: {e}") from e
         self.manifest = Manifest.from_json(raw)
         if self.manifest.content != content:
             raise StoreError(Reason.ARTIFACT_CORRUPT, f"the manifest of {content} is that of {self.manifest.content}")
@@ -331,7 +340,7 @@ class Artifact:
         try:
             return os.open(name, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=self.fd)
         except OSError as e:
-            raise StoreError(Reason.ARTIFACT_CORRUPT, f"{self.content}: directory {name} cannot be opened: {e.strerror}") from e
+            raise StoreError(_read_reason(e), f"{self.content}: directory {name} cannot be opened: {e.strerror}") from e
 
     def verify(self, *, full: bool = False, background: bool = False) -> int:
         """Check that every file is there, has its size, and, unless that was done since the node booted, its digest.
@@ -346,7 +355,7 @@ class Artifact:
             try:
                 info = os.stat(name, dir_fd=self.fd, follow_symlinks=False)
             except OSError as e:
-                raise StoreError(Reason.ARTIFACT_CORRUPT, f"{self.content}: {name}: {e.strerror}") from e
+                raise StoreError(_read_reason(e), f"{self.content}: {name}: {e.strerror}") from e
             if not stat.S_ISREG(info.st_mode) or info.st_size != wanted.size:
                 raise StoreError(
                     Reason.ARTIFACT_CORRUPT, f"{self.content}: {name} has {info.st_size} bytes instead of {wanted.size}"
@@ -361,7 +370,7 @@ class Artifact:
             try:
                 digests = digest_files(base, doubtful, pool)
             except OSError as e:
-                raise StoreError(Reason.ARTIFACT_CORRUPT, f"{self.content}: {e}") from e
+                raise StoreError(_read_reason(e), f"{self.content}: {e}") from e
         for name in doubtful:
             if digests[name] != self.manifest.files[name].digest:
                 raise StoreError(Reason.ARTIFACT_CORRUPT, f"{self.content}: {name} has changed: its digest is {digests[name]}")
@@ -383,6 +392,13 @@ class Artifact:
 
 
 # --- files -----------------------------------------------------------------------------------------------------------
+
+_SHORT_OF = (errno.EMFILE, errno.ENFILE, errno.ENOMEM, errno.EAGAIN, errno.EINTR)
+
+
+def _read_reason(error: OSError) -> str:
+    """The reason of a file that cannot be read: what the agent is short of says nothing against the artifact."""
+    return Reason.STORE_FAILED if error.errno in _SHORT_OF else Reason.ARTIFACT_CORRUPT
 
 
 def boot_id() -> str:

@@ -102,6 +102,7 @@ class Reason:
     RESTORE_FAILED: Final = "RestoreFailed"
     RESTORE_TIMEOUT: Final = "RestoreTimeout"
     RESTORE_DIED: Final = "RestoreDied"
+    ENGINE_RUNNING: Final = "EngineRunning"
     FAILURE_BUDGET_SPENT: Final = "FailureBudgetSpent"
     PROTOCOL_VERSION: Final = "ProtocolVersion"
     UNATTENDED: Final = "Unattended"
