@@ -100,6 +100,13 @@ class Node:
         """Look into the store again."""
         self.stored = {x.content: x for x in await self.thread(self.ops.artifacts)}
 
+    async def quarantine(self, content: str, uid: str, reason: str, message: str) -> None:
+        """Let nothing be restored from a content any more; a disk that refuses to remember it does not undo it."""
+        try:
+            await self.thread(self.ledger.quarantine, content, uid, reason, message)
+        except OSError:
+            log.exception("the ledger of %s cannot be written", content)
+
     @contextmanager
     def using(self, content: str) -> Iterator[None]:
         """Keep the files of a content from being deleted."""
@@ -488,10 +495,7 @@ class Pods:
         for name in step.contents:
             content = v.candidate(name)
             if content is not None:
-                try:
-                    await n.thread(n.ledger.quarantine, name, content.uid, Reason.CANARY_MISMATCH, step.message)
-                except OSError:
-                    log.exception("the ledger of %s cannot be written", name)
+                await n.quarantine(name, content.uid, Reason.CANARY_MISMATCH, step.message)
                 n.wake_content(name)
         n.tell(v.pod, Reason.CANARY_MISMATCH, "Verify", step.message, v.files.incarnation, warning=True)
         # PID 1, not the tree alone: the kernel ends the whole namespace at once, and the kubelet counts and backs off.
@@ -626,7 +630,7 @@ class Contents:
             stored = None
         if stored is not None and facts.is_true(obj, c.CAPTURED) and not facts.recorded(obj, stored):
             message = f"the manifest is not the recorded one: its digest is {stored.digest}"
-            await n.thread(n.ledger.quarantine, name, uid, Reason.ARTIFACT_CORRUPT, message)
+            await n.quarantine(name, uid, Reason.ARTIFACT_CORRUPT, message)
             entry = n.ledger.entry(name, uid)
         failed: tuple[str, str] | None = None
         delay: float | None = None
