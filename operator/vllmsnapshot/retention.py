@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import defaultdict
 
 from .api.types import VLLMSnapshotSpec
-from .world import Content, Observed, newest
+from .world import Content, Observed, age
 
 
 def doomed(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> list[tuple[Content, str]]:
@@ -45,17 +45,23 @@ def doomed(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> list[tu
 def _superseded(
     spec: VLLMSnapshotSpec, in_use: set[str], contents: list[Content], observed: Observed
 ) -> list[tuple[Content, str]]:
-    """Contents of one node that another of the same identity has replaced, and failures beyond those that are counted."""
+    """Contents of one node that another of the same identity has replaced, and failures beyond those that are counted.
+
+    A recapture counts its failures while the artifact from before it is in use.
+    """
     gone: list[tuple[Content, str]] = []
     for identity in sorted({item.identity for item in contents}):
         here = [item for item in contents if item.identity == identity]
-        best = newest(item for item in here if observed.usable(item))
+        # Ordered last, by the API server's clock: that of a node may have been set back.
+        best = max((item for item in here if observed.usable(item)), key=lambda item: (item.created, *age(item)), default=None)
         others = sorted((item for item in here if item is not best), key=lambda item: (item.captured_at, item.name), reverse=True)
+        failures = [item for item in others if item.failed or item.quarantined]
         if best is not None:
-            gone += [(item, f"superseded by {best.name}") for item in others]
+            tries = failures if observed.recapture and best.recapture != observed.recapture else []
+            counted = [item for item in tries if item.recapture == observed.recapture][: spec.capture.retries + 1]
+            gone += [(item, f"superseded by {best.name}") for item in others if item not in counted]
             continue
         # No good one: the failures are the memory of how often it was tried, and what is stale may become true again.
-        failures = [item for item in others if item.failed or item.quarantined]
         stale = [item for item in others if not (item.failed or item.quarantined)]
         limit = spec.capture.retries + 1 if identity in in_use else 0
         gone += [(item, "came to nothing") for item in failures[limit:]] + [(item, "stale") for item in stale[1:]]

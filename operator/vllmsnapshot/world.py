@@ -15,7 +15,15 @@ from typing import Any
 from pydantic import ValidationError
 
 from .api import constants as c
-from .api.types import Condition, DeletionPolicy, PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec, VLLMSnapshotStatus
+from .api.types import (
+    Condition,
+    DeletionPolicy,
+    PodReport,
+    PodSettings,
+    VLLMSnapshotContentStatus,
+    VLLMSnapshotSpec,
+    VLLMSnapshotStatus,
+)
 
 Object = Mapping[str, Any]
 
@@ -47,6 +55,11 @@ def condition(obj: Object, kind: str) -> Mapping[str, Any]:
 def is_true(obj: Object, kind: str) -> bool:
     """Whether the condition of this type is True."""
     return condition(obj, kind).get("status") == "True"
+
+
+def recapture(obj: Object) -> str:
+    """The request in the annotation `recapture`; empty if there is none."""
+    return str((obj["metadata"].get("annotations") or {}).get(c.ANNOTATION_RECAPTURE) or "")[:128]
 
 
 def controlled_by(obj: Object, uid: str) -> bool:
@@ -125,6 +138,8 @@ class Replica:
     start_mode: str = ""
     unschedulable: str = ""
     waiting: str = ""
+    recapture: str = ""
+    """The request that this replica was made for, if it was."""
     report: PodReport = field(default_factory=PodReport)
 
     @classmethod
@@ -136,6 +151,10 @@ class Replica:
             report = PodReport.model_validate_json(annotations.get(c.ANNOTATION_REPORT) or "{}")
         except ValidationError:
             report = PodReport()
+        try:
+            settings = PodSettings.model_validate_json(annotations.get(c.ANNOTATION_SETTINGS) or "{}")
+        except ValidationError:
+            settings = PodSettings()
         scheduled, verified = condition(obj, "PodScheduled"), condition(obj, c.CONDITION_VERIFIED)
         unschedulable = scheduled.get("message") or "" if scheduled.get("status") == "False" else ""
         return cls(
@@ -156,6 +175,7 @@ class Replica:
             start_mode=report.start or labels.get(c.LABEL_START_MODE, ""),
             unschedulable=unschedulable,
             waiting=_waiting(status),
+            recapture=settings.recapture or "",
             report=report,
         )
 
@@ -207,6 +227,8 @@ class Content:
     reason: str = ""
     message: str = ""
     captured_at: float = 0.0
+    recapture: str = ""
+    """The request under which it was ordered, if there was one."""
     status: VLLMSnapshotContentStatus = field(default_factory=VLLMSnapshotContentStatus)
 
     @classmethod
@@ -236,6 +258,7 @@ class Content:
             reason=shown.get("reason") or "",
             message=shown.get("message") or "",
             captured_at=timestamp(status.artifact.captured_at) if status.artifact else created,
+            recapture=recapture(obj),
             status=status,
         )
 
@@ -268,6 +291,8 @@ class Observed:
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """What the agents say of their nodes (VLLMSnapshotNode)."""
     service: ServiceView | None = None
+    recapture: str = ""
+    """The user's last request to take the artifacts again."""
 
     def stale(self, content: Content) -> str | None:
         """Which fact of the node is not what it was at capture, or None. Only facts that both sides know are compared.
@@ -292,6 +317,11 @@ class Observed:
         )
 
 
+def age(content: Content) -> tuple[float, str]:
+    """Orders contents by when they were captured (by name where the second is the same)."""
+    return content.captured_at, content.name
+
+
 def newest(contents: Iterable[Content]) -> Content | None:
-    """The one captured last (by name where the second is the same)."""
-    return max(contents, key=lambda item: (item.captured_at, item.name), default=None)
+    """The one captured last."""
+    return max(contents, key=age, default=None)

@@ -98,6 +98,30 @@ def test_the_reason_for_a_cold_start_is_precise(candidates: tuple[Candidate, ...
     assert (start.mode, start.attended, start.reason) == ("cold", True, reason)
 
 
+@pytest.mark.parametrize(
+    ("why", "candidates", "mode"),
+    [
+        ("an artifact is there: to be replaced", (ART,), "cold"),
+        ("its order is there", (ART, ORDER), "cold"),
+        (
+            "its own artifact is there: a crash is no recapture",
+            (ART, replace(ORDER, captured=True, present=True, oracle=PARIS)),
+            "restore",
+        ),
+        ("nothing came of it: the one from before is good", (ART, replace(ORDER, failed=True)), "restore"),
+        ("so does the ledger know", (ART, replace(ORDER, capture_failed=True)), "restore"),
+    ],
+)
+def test_a_replica_made_for_a_recapture_starts_cold_until_its_order_is_answered(
+    why: str, candidates: tuple[Candidate, ...], mode: str
+) -> None:
+    for policy in (RestorePolicy.PREFER, RestorePolicy.REQUIRE):
+        start = choose(view(candidates=candidates, settings=PodSettings(recapture="r1", restore_policy=policy)))
+        assert start.mode == mode, why
+        if mode == "cold":
+            assert (start.attended, start.reason) == (True, Reason.RECAPTURE), why
+
+
 def test_a_pod_without_identity_matches_nothing() -> None:
     assert choose(view(candidates=(replace(ART, identity=""),), identity="")).mode == "cold"
 
@@ -311,6 +335,7 @@ def views(draw: st.DrawFn) -> View:
         settings=PodSettings(
             restore_policy=draw(st.sampled_from(list(RestorePolicy))),
             capture=draw(st.sampled_from(list(Toggle))),
+            recapture=draw(maybe("r1")),
         ),
         deleting=draw(st.sampled_from([False, False, False, True])),
         healthy_since=draw(maybe(NOW - 3, NOW - 100)),

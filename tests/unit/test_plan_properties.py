@@ -15,10 +15,10 @@ from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from vllmsnapshot.api import constants as c
-from vllmsnapshot.api.types import PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec
+from vllmsnapshot.api.types import PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec, VLLMSnapshotStatus
 from vllmsnapshot.controller import plan as p
 from vllmsnapshot.controller import pods, status
-from vllmsnapshot.world import Claim, Content, Observed, Replica, ServiceView, newest
+from vllmsnapshot.world import Claim, Content, Observed, Replica, ServiceView
 
 NODES = ("n1", "n2", "n3")
 replace = dataclasses.replace
@@ -38,6 +38,8 @@ class Sim:
         self.agents = set(NODES)
         self.environments: dict[str, dict[str, str]] = {node: {"kernel": "1"} for node in NODES}
         self.service: ServiceView | None = None
+        self.recapture = ""
+        self.pinned: dict[str, tuple[str, ...]] = {}
         self.gone = False
 
     def spec(self) -> VLLMSnapshotSpec:
@@ -57,6 +59,7 @@ class Sim:
             nodes=frozenset(self.nodes),
             environments=self.environments,
             service=self.service,
+            recapture=self.recapture,
         )
 
     def plan(self) -> p.Plan:
@@ -78,7 +81,7 @@ class Sim:
                 left = [item for item in self.contents.values() if not item.deleting]
                 assert not left or spec.artifact.deletion_policy == "Retain", "contents would be left behind"
                 self.gone = True
-            case p.CreatePod(slot, prefer):
+            case p.CreatePod(slot, prefer, recapture, only):
                 hashes = pods.template(spec)
                 name = pods.pod_name(self.claim.name, hashes.revision, slot)
                 if name in self.pods:
@@ -86,8 +89,18 @@ class Sim:
                 assert live + 1 <= spec.replicas + spec.rollout.max_surge, "more than replicas + maxSurge"
                 assert set(prefer) <= self.agents
                 uid = f"p{next(self.number)}"
+                assert bool(recapture) == bool(only)
+                assert not any(pod.recapture == recapture != "" and self.working(pod) for pod in self.pods.values()), (
+                    "one at a time"
+                )
+                self.pinned[uid] = only
                 self.pods[name] = Replica(
-                    name=name, uid=uid, revision=hashes.revision, identity=hashes.identity, created=self.now
+                    name=name,
+                    uid=uid,
+                    revision=hashes.revision,
+                    identity=hashes.identity,
+                    created=self.now,
+                    recapture=recapture,
                 )
             case p.DeletePod(pod):
                 current = self.pods.get(pod.name)
@@ -104,7 +117,7 @@ class Sim:
                 assert pod.node not in self.agents
                 if pod.name in self.pods:
                     self.pods[pod.name] = replace(self.pods[pod.name], verified="True", verified_reason=c.Reason.UNATTENDED)
-            case p.CreateContent(source, node):
+            case p.CreateContent(source, node, recapture):
                 assert self.claim.finalizer, "a content without the finalizer that would clean it up"
                 name = pods.content_name(self.claim.name, self.claim.uid, source.uid)
                 if name in self.contents:
@@ -119,16 +132,17 @@ class Sim:
                     source_uid=source.uid,
                     source=source.name,
                     created=self.now,
+                    recapture=recapture,
                 )
             case p.DeleteContent(content):
                 if not self.claim.deleting:
                     identity = pods.template(spec).identity
-                    best = newest(
-                        i
+                    usable = [
+                        i.name
                         for i in self.contents.values()
                         if (i.identity, i.node) == (identity, content.node) and self.observed().usable(i)
-                    )
-                    assert best is None or best.name != content.name, "the usable artifact of the current identity"
+                    ]
+                    assert usable != [content.name], "the only usable artifact of the current identity"
                     assert not content.pending, "an open order"
                 if content.name in self.contents:
                     self.contents[content.name] = replace(self.contents[content.name], deleting=True)
@@ -151,7 +165,7 @@ class Sim:
         elif pod.finished:
             return False
         elif pod.node is None:
-            nodes = sorted(self.nodes)
+            nodes = sorted(self.nodes & set(self.pinned.get(pod.uid) or self.nodes))
             if not nodes:
                 return False
             self.set(name, node=nodes[sum(map(ord, pod.uid)) % len(nodes)])
@@ -170,7 +184,9 @@ class Sim:
                 for i in self.contents.values()
                 if (i.identity, i.node) == (pod.identity, pod.node) and self.observed().usable(i)
             ]
-            if usable:
+            if pod.recapture and self.order_is_open(pod):
+                made = PodReport(start="cold", state="AtBarrier", reason=c.Reason.RECAPTURE)
+            elif usable:
                 made = PodReport(start="restore", state="Restoring", content=usable[0].name)
             else:
                 made = PodReport(start="cold", state="AtBarrier", reason=c.Reason.NO_ARTIFACT)
@@ -187,6 +203,14 @@ class Sim:
         else:
             return False
         return True
+
+    def order_is_open(self, pod: Replica) -> bool:
+        """No order of this pod has been answered."""
+        return all(item.pending for item in self.contents.values() if item.source_uid == pod.uid)
+
+    def working(self, pod: Replica) -> bool:
+        """It may still be captured."""
+        return pod.live and pod.node in self.agents and self.order_is_open(pod) and not pod.released
 
     def answer(self, name: str, *, captured: bool) -> None:
         item = self.contents[name]
@@ -317,6 +341,10 @@ class PlanMachine(RuleBasedStateMachine):
     def node_is_upgraded(self, node: str, kernel: str) -> None:
         self.sim.environments[node] = {"kernel": kernel}
 
+    @rule(request=st.sampled_from(["", "r1", "r2"]))
+    def user_asks_for_a_recapture(self, request: str) -> None:
+        self.sim.recapture = request
+
     @rule(seconds=st.sampled_from([1.0, 35.0, 150.0]))
     def time_passes(self, seconds: float) -> None:
         self.sim.now += seconds
@@ -336,10 +364,29 @@ class PlanMachine(RuleBasedStateMachine):
         """Status is total, and computing it again from what was written changes nothing."""
         sim = self.sim
         todo = sim.plan()
-        report = status.compute(sim.claim, sim.observed(), todo.gate, [], sim.now)
+        report = status.compute(sim.claim, sim.observed(), todo, [], sim.now)
         written = replace(sim.claim, status=report, raw_status=report.dump())
-        again = status.compute(written, sim.observed(), todo.gate, [], sim.now + 77)
+        again = status.compute(written, sim.observed(), todo, [], sim.now + 77)
         assert not status.changed(written, again)
+
+    def _recaptured(self, report: VLLMSnapshotStatus, spec: VLLMSnapshotSpec) -> None:
+        """Whoever asked has it, or was told that every try on some node came to nothing; at 0 replicas it waits."""
+        sim, told = self.sim, report.recapture
+        assert (told is not None) == bool(sim.recapture)
+        if told is None:
+            return
+        identity = pods.template(spec).identity
+        usable = [item for item in sim.contents.values() if item.identity == identity and sim.observed().usable(item)]
+        nodes = {item.node for item in usable if item.recapture == sim.recapture}
+        left = {item.node for item in usable} - nodes
+        spent = {node for node in NODES if p.spent(sim.observed(), identity, node) > spec.capture.retries}
+        if told.phase == "Done":
+            assert nodes
+            assert not left
+        elif told.phase == "Failed":
+            assert spent >= (left or set(NODES))
+        else:
+            assert (told.phase, spec.replicas) == ("Waiting", 0)
 
     def teardown(self) -> None:
         """Whatever happened: once the world is calm, everything the user asked for is there, and nothing moves any more."""
@@ -356,10 +403,11 @@ class PlanMachine(RuleBasedStateMachine):
         assert len(live) == spec.replicas
         assert all(pod.available and pod.revision == hashes.revision for pod in live)
         assert sim.plan().actions == ()
-        report = status.compute(sim.claim, sim.observed(), sim.plan().gate, [], sim.now)
+        report = status.compute(sim.claim, sim.observed(), sim.plan(), [], sim.now)
         conditions = {item.type: item for item in report.conditions or []}
         assert conditions[c.READY].status == "True", conditions[c.READY]
         assert conditions[c.PROGRESSING].status == "False", conditions[c.PROGRESSING]
+        self._recaptured(report, spec)
         # And it can be deleted from any state.
         sim.claim = replace(sim.claim, deleting=True)
         for _ in range(10):

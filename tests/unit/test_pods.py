@@ -17,9 +17,12 @@ from vllmsnapshot.world import Claim, Replica
 CLAIM = Claim(namespace="ns", name="smol", uid="u-1")
 
 
+def parse(**fields: Any) -> VLLMSnapshotSpec:
+    return VLLMSnapshotSpec.model_validate({"model": "m", "image": "i", **fields})
+
+
 def build(port: int = 8000, slot: int = 0, prefer: tuple[str, ...] = (), **fields: Any) -> dict[str, Any]:
-    spec = VLLMSnapshotSpec.model_validate({"model": "m", "image": "i", **fields})
-    return pods.pod(CLAIM, spec, slot, port, prefer)
+    return pods.pod(CLAIM, parse(**fields), slot, port, prefer)
 
 
 def overlay(**spec: Any) -> dict[str, Any]:
@@ -110,6 +113,31 @@ def test_settings_carry_the_policy() -> None:
         "maxConcurrentPerNode": 5,
         "capture": "Disabled",
     }
+
+
+def test_a_replica_made_for_a_recapture_is_bound_to_its_nodes_beside_what_the_user_requires() -> None:
+    def build_for(nodes: list[str], **fields: Any) -> tuple[PodSettings, Any]:
+        made = pods.pod(CLAIM, parse(**fields), 0, 8000, recapture="r1", only=nodes)
+        settings = PodSettings.model_validate_json(made["metadata"]["annotations"][c.ANNOTATION_SETTINGS])
+        required = made["spec"]["affinity"]["nodeAffinity"]["requiredDuringSchedulingIgnoredDuringExecution"]
+        return settings, required["nodeSelectorTerms"]
+
+    def on(name: str) -> dict[str, Any]:
+        return {"matchFields": [{"key": "metadata.name", "operator": "In", "values": [name]}]}
+
+    assert build_for(["b", "a"]) == (PodSettings(recapture="r1"), [on("a"), on("b")])
+    zone = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["z"]}]}
+    here = {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["c"]}]}
+    affinity = {"nodeAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": {"nodeSelectorTerms": [zone, here]}}}
+    _, terms = build_for(["a"], **overlay(affinity=affinity))
+    assert terms == [{**zone, **on("a")}, {"matchFields": here["matchFields"] + on("a")["matchFields"]}]
+
+
+def test_an_order_carries_the_request_that_it_was_made_under() -> None:
+    source = Replica(name="s", uid="u", revision="r", identity="i", created=0.0)
+    assert "annotations" not in pods.content(CLAIM, parse(), source, "node")["metadata"]
+    made = pods.content(CLAIM, parse(), source, "node", "r1")
+    assert made["metadata"]["annotations"] == {c.ANNOTATION_RECAPTURE: "r1"}
 
 
 def test_user_environment_wins_and_comes_last() -> None:

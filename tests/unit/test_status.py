@@ -18,7 +18,8 @@ from vllmsnapshot.api.types import (
     VLLMSnapshotStatus,
 )
 from vllmsnapshot.controller import events, pods, status
-from vllmsnapshot.controller.plan import Gate
+from vllmsnapshot.controller.plan import Gate, Plan
+from vllmsnapshot.controller.recapture import NOT_ASKED, Recapture
 from vllmsnapshot.controller.status import Problem
 from vllmsnapshot.world import Claim, Content, Observed, Replica, ServiceView, rfc3339, timestamp
 
@@ -68,8 +69,10 @@ def see(*replicas: Replica, contents: tuple[Content, ...] = (), **fields: Any) -
     return Observed(pods=replicas, contents=contents, **{**base, **fields})
 
 
-def compute(seen: Observed, problems: tuple[Problem, ...] = (), gate: Gate | None = None, **spec: Any) -> VLLMSnapshotStatus:
-    return status.compute(claim(**spec), seen, gate or Gate(open=True), problems, NOW)
+def compute(
+    seen: Observed, problems: tuple[Problem, ...] = (), gate: Gate | None = None, again: Recapture = NOT_ASKED, **spec: Any
+) -> VLLMSnapshotStatus:
+    return status.compute(claim(**spec), seen, Plan(gate=gate or Gate(open=True), again=again), problems, NOW)
 
 
 def conditions(made: VLLMSnapshotStatus) -> dict[str, Condition]:
@@ -259,8 +262,8 @@ def test_operator_and_agent_compare_the_same_facts() -> None:
 def test_times_move_only_on_flips() -> None:
     first = compute(see(pod("a")))
     before = dataclasses.replace(claim(), status=first, raw_status=first.dump())
-    same = status.compute(before, see(pod("a"), pod("b", state="Starting")), Gate(open=True), [], NOW + 60)
-    flipped = status.compute(before, see(pod("a"), pod("b")), Gate(open=True), [], NOW + 60)
+    same = status.compute(before, see(pod("a"), pod("b", state="Starting")), Plan(), [], NOW + 60)
+    flipped = status.compute(before, see(pod("a"), pod("b")), Plan(), [], NOW + 60)
     assert conditions(same)[c.READY].message != conditions(first)[c.READY].message
     assert conditions(same)[c.READY].last_transition_time == rfc3339(NOW)
     assert conditions(flipped)[c.READY].last_transition_time == rfc3339(NOW + 60)
@@ -302,7 +305,7 @@ def test_timings() -> None:
     # When the replicas are gone, the figures stay; a restarted container's do not count from the pod's creation.
     before = dataclasses.replace(claim(), status=made, raw_status=made.dump())
     again = pod("c", report=PodReport(start="cold", state="Serving", serving_at=rfc3339(NOW), restarts=1))
-    assert status.compute(before, see(again), Gate(open=True), [], NOW).timings == made.timings
+    assert status.compute(before, see(again), Plan(), [], NOW).timings == made.timings
     assert compute(see()).timings is None
 
 
@@ -315,7 +318,7 @@ def test_without_the_agents_figure_the_timestamps_count() -> None:
 
 def test_an_invalid_spec_keeps_the_counts_and_says_what_is_wrong() -> None:
     broken = dataclasses.replace(claim(), spec=None, invalid="podTemplate.spec.hostPID is set by the operator; remove it")
-    made = status.compute(broken, see(pod("a")), Gate(open=True), [], NOW)
+    made = status.compute(broken, see(pod("a")), Plan(), [], NOW)
     assert made.replicas == made.ready_replicas == 1
     assert shown(made, c.READY) == ("False", R.INVALID_SPEC)
     assert shown(made, c.DEGRADED) == ("True", R.INVALID_SPEC)

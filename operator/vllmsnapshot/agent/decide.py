@@ -454,6 +454,9 @@ def choose(v: View) -> Start:
         return _start(v, "cold", Reason.PROTOCOL_VERSION, message)
     if settings.restore_policy == RestorePolicy.DISABLED:
         return _cold(v, Reason.RESTORE_DISABLED, "the snapshot's restore policy is Disabled")
+    mine = [x for x in v.candidates if x.source_uid == v.pod.ref.uid]
+    if settings.recapture and all(x.open for x in mine):
+        return _cold(v, Reason.RECAPTURE, "starts cold to be captured: its artifact replaces the one that is there")
     fitting = [x for x in v.candidates if x.belongs(v.pod, v.node)]
     usable = [x for x in fitting if _unusable(v, x) is None]
     if usable and len(hello.failed_restores) < MAX_RESTORES:

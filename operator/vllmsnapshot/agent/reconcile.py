@@ -659,7 +659,7 @@ class Contents:
             return None
         found = self.checks.answer(name, uid, request)
         if found is not None and found.outcome == VerificationOutcome.CORRUPT:
-            await self.node.thread(self.node.ledger.quarantine, name, uid, Reason.ARTIFACT_CORRUPT, found.message)
+            await self.node.quarantine(name, uid, Reason.ARTIFACT_CORRUPT, found.message)
         return found
 
     async def _digest(self, name: str) -> Digested:

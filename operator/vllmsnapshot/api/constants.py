@@ -40,6 +40,9 @@ ANNOTATION_SETTINGS: Final = f"{GROUP}/settings"
 ANNOTATION_REPORT: Final = f"{GROUP}/report"
 """JSON of api.types.PodReport: what the agent saw and did in this pod."""
 
+ANNOTATION_RECAPTURE: Final = f"{GROUP}/recapture"
+"""On a VLLMSnapshot, by a user: a new value asks to take its artifacts again. Only compared for equality. On a
+VLLMSnapshotContent, by the operator at creation: the request under which it was ordered."""
 ANNOTATION_VERIFY: Final = f"{GROUP}/verify"
 """On a VLLMSnapshotContent, by a user: a new value asks the agent to compute every digest again. `status.verification` answers
 with the same value. Only compared for equality."""
@@ -107,6 +110,7 @@ class Reason:
     PROTOCOL_VERSION: Final = "ProtocolVersion"
     UNATTENDED: Final = "Unattended"
     AGENT_RESTARTED: Final = "AgentRestarted"
+    RECAPTURE: Final = "Recapture"
 
     # why a replica is not (yet) verified
     STARTING: Final = "Starting"
@@ -135,6 +139,7 @@ class Reason:
     SCALED_TO_ZERO: Final = "ScaledToZero"
     WAITING_FOR_SNAPSHOT: Final = "WaitingForSnapshot"
     ROLLING_UPDATE: Final = "RollingUpdate"
+    RECAPTURING: Final = "Recapturing"
     STABLE: Final = "Stable"
     CAPTURE_DISABLED: Final = "CaptureDisabled"
     CAPTURE_FAILED: Final = "CaptureFailed"

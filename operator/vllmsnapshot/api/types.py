@@ -415,6 +415,25 @@ class Timings(Model):
     speedup: Annotated[str, StringConstraints(max_length=16)] | None = None
 
 
+class RecapturePhase(StrEnum):
+    """Where a request to take the artifacts again stands: not begun, under way, fulfilled, or given up."""
+
+    WAITING = "Waiting"
+    RUNNING = "Running"
+    DONE = "Done"
+    FAILED = "Failed"
+
+
+class RecaptureStatus(Model):
+    """The last request to take the artifacts again."""
+
+    request: Annotated[
+        str, StringConstraints(min_length=1, max_length=128), Field(description=f"The value of {c.ANNOTATION_RECAPTURE}.")
+    ]
+    phase: RecapturePhase
+    message: Message = ""
+
+
 class VLLMSnapshotStatus(Model):
     """What is, as the operator last saw it."""
 
@@ -433,6 +452,7 @@ class VLLMSnapshotStatus(Model):
     ] = None
     snapshot: SnapshotRecord | None = None
     timings: Timings | None = None
+    recapture: RecaptureStatus | None = None
     cold_start_reason: Annotated[Message | None, Field(description="Why the newest replica that started cold did so.")] = None
 
 
@@ -591,6 +611,8 @@ class PodSettings(Model):
     restore_timeout_seconds: int = 120
     max_concurrent_per_node: int = 2
     capture: Toggle = Toggle.ENABLED
+    recapture: str | None = None
+    """The replica starts cold, whatever artifact there is, until its own order has been answered."""
 
 
 class PodReport(Model):

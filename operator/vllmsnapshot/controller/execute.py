@@ -75,7 +75,7 @@ class Executor:
             case p.VerifyUnattended():
                 await self._verify(claim, action)
             case p.CreateContent():
-                body = pods.content(claim, _spec(claim), action.source, action.node)
+                body = pods.content(claim, _spec(claim), action.source, action.node, action.recapture)
                 _say(claim, "order capture %s of pod %s on node %s", body["metadata"]["name"], action.source.name, action.node)
                 await kube.create(CONTENTS, body, c.MANAGER_OPERATOR)
             case p.DeleteContent():
@@ -102,14 +102,14 @@ class Executor:
 
     async def _create_pod(self, claim: Claim, spec: VLLMSnapshotSpec, action: p.CreatePod) -> Problem | None:
         if spec.serving.host_network == Toggle.DISABLED or spec.serving.port_range is None:
-            return await self._post_pod(claim, pods.pod(claim, spec, action.slot, spec.serving.port, action.prefer))
+            return await self._post_pod(claim, _pod(claim, spec, action, spec.serving.port))
         async with self._port_lock:
             span = spec.serving.port_range
             port = ports.assign(span, ports.in_use(await self._kube.list(PODS, labels=PODS_OF_ALL)))
             if port is None:
                 text = f"all ports of serving.portRange {span.start}-{span.end} are in use by replicas of this cluster; widen it"
                 return Problem(c.Reason.NO_PORT_LEFT, text)
-            return await self._post_pod(claim, pods.pod(claim, spec, action.slot, port, action.prefer))
+            return await self._post_pod(claim, _pod(claim, spec, action, port))
 
     async def _post_pod(self, claim: Claim, body: dict[str, Any]) -> Problem | None:
         name = body["metadata"]["name"]
@@ -164,6 +164,10 @@ class Executor:
         except ApiError as e:
             if e.status != 422:  # no finalizers, or a successor: nothing to do
                 raise
+
+
+def _pod(claim: Claim, spec: VLLMSnapshotSpec, action: p.CreatePod, port: int) -> Object:
+    return pods.pod(claim, spec, action.slot, port, action.prefer, recapture=action.recapture, only=action.nodes)
 
 
 def _spec(claim: Claim) -> VLLMSnapshotSpec:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..api import constants as c
 from ..kube import CONTENTS, NODES, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, Kube, Object
-from ..world import Claim, Content, Observed, Replica, ServiceView, controlled_by, is_true
+from ..world import Claim, Content, Observed, Replica, ServiceView, controlled_by, is_true, recapture
 from . import pods
 from .plan import plan_orphans
 
@@ -69,6 +69,7 @@ class Observer:
             nodes=view.nodes,
             environments=view.environments,
             service=_service(claim, service),
+            recapture=recapture(obj),
         )
 
     async def cluster(self) -> ClusterView:

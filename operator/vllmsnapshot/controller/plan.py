@@ -11,6 +11,7 @@ Invariants (tests/unit/test_plan_properties.py):
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
@@ -19,6 +20,7 @@ from ..api.types import DeletionPolicy, RestorePolicy, Toggle, VLLMSnapshotSpec
 from ..retention import doomed
 from ..world import Claim, Content, Observed, Replica
 from . import pods
+from .recapture import NOT_ASKED, Recapture, look
 
 REPLACE_AFTER_S = 30.0
 """A pod that finished (refused by the kubelet, evicted) is replaced no sooner than this long after its creation: a node that
@@ -37,10 +39,11 @@ class AddFinalizer:
 
 @dataclass(frozen=True)
 class CreateContent:
-    """Order a capture of `source` on `node`."""
+    """Order a capture of `source` on `node`, under the user's request to recapture, if there is one."""
 
     source: Replica
     node: str
+    recapture: str = ""
 
 
 @dataclass(frozen=True)
@@ -60,10 +63,15 @@ class DeletePod:
 
 @dataclass(frozen=True)
 class CreatePod:
-    """Create the replica of this slot, preferably on one of these nodes."""
+    """Create the replica of this slot, preferably on one of the nodes `prefer`.
+
+    With `recapture`: to be captured for that request, so it starts cold, on one of `nodes` and nowhere else.
+    """
 
     slot: int
     prefer: tuple[str, ...]
+    recapture: str = ""
+    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -129,11 +137,12 @@ class Gate:
 
 @dataclass(frozen=True)
 class Plan:
-    """Actions in order, when to look again without being woken (seconds), and what the pods wait for."""
+    """Actions in order, when to look again without being woken (seconds), what the pods wait for, and where a recapture stands."""
 
     actions: tuple[Action, ...] = ()
     requeue_after: float | None = None
     gate: Gate = Gate(open=True)
+    again: Recapture = NOT_ASKED
 
 
 def plan(claim: Claim, observed: Observed, now: float) -> Plan:
@@ -144,27 +153,35 @@ def plan(claim: Claim, observed: Observed, now: float) -> Plan:
         return Plan()
     spec, hashes = claim.spec, pods.template(claim.spec)
     gate = seed_gate(spec, hashes.identity, observed, now)
+    again = look(spec, hashes, observed, capable_nodes(spec, hashes.identity, observed), now)
     captures = list(_captures(spec, hashes.identity, observed))
     actions: list[Action] = []
     if not claim.finalizer and (captures or observed.contents):
         actions.append(AddFinalizer())
     actions += captures
     actions += _unattended(observed)
-    actions += _replicas(claim, spec, hashes, observed, gate, now)
+    actions += _replicas(claim, spec, hashes, observed, gate, again, now)
     actions += _service(claim, spec, observed)
     actions += _retention(spec, hashes.identity, observed)
-    return Plan(tuple(actions), _requeue(observed, hashes.revision, gate, now), gate)
+    return Plan(tuple(actions), _requeue(observed, hashes.revision, gate, again, now), gate, again)
 
 
 # --- capture -----------------------------------------------------------------------------------------------------------
 
 
 def spent(observed: Observed, identity: str, node: str) -> int:
-    """Captures of this identity on this node that came to nothing: failed, or quarantined after restores failed."""
+    """Captures of this identity on this node that came to nothing: failed, or quarantined after restores failed.
+
+    Who asks for a recapture asks for new tries: what was ordered before does not count any more.
+    """
     return sum(
         1
         for item in observed.contents
-        if item.identity == identity and item.node == node and not item.deleting and (item.failed or item.quarantined)
+        if item.identity == identity
+        and item.node == node
+        and item.recapture == observed.recapture
+        and not item.deleting
+        and (item.failed or item.quarantined)
     )
 
 
@@ -214,12 +231,18 @@ def seed_gate(spec: VLLMSnapshotSpec, identity: str, observed: Observed, now: fl
 
 
 def _captures(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Iterator[CreateContent]:
-    """One order per node that has a source and neither an artifact nor an open order."""
+    """One order per node that has a source and neither an artifact nor an open order.
+
+    A replica that was made to be captured again has its order whatever artifact there is, and even when it has left the barrier
+    already: the order that fails then is the memory of the try.
+    """
     ordered = {item.source_uid for item in observed.contents}
+    request = observed.recapture
     for node in sorted(capable_nodes(spec, identity, observed)):
         here = [item for item in observed.contents if item.identity == identity and item.node == node]
-        if any(observed.usable(item) or item.pending for item in here):
+        if any(item.pending or (observed.usable(item) and item.recapture == request) for item in here):
             continue
+        old = any(observed.usable(item) for item in here)
         sources = [
             replica
             for replica in observed.pods
@@ -227,11 +250,10 @@ def _captures(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Iter
             and replica.identity == identity
             and replica.node == node
             and replica.uid not in ordered
-            and not replica.released
-            and not replica.restored
+            and ((request and replica.recapture == request) or not (old or replica.released or replica.restored))
         ]
         if sources:
-            yield CreateContent(min(sources, key=lambda item: (item.created, item.name)), node)
+            yield CreateContent(min(sources, key=lambda item: (item.created, item.name)), node, request)
 
 
 # --- pods --------------------------------------------------------------------------------------------------------------
@@ -267,15 +289,21 @@ def _cooling(replica: Replica, revision: str, now: float) -> bool:
 
 
 def _replicas(
-    claim: Claim, spec: VLLMSnapshotSpec, hashes: pods.Template, observed: Observed, gate: Gate, now: float
+    claim: Claim, spec: VLLMSnapshotSpec, hashes: pods.Template, observed: Observed, gate: Gate, again: Recapture, now: float
 ) -> Iterator[DeletePod | CreatePod]:
     """Replace, scale and roll: the rules of a Deployment, with the seed gate in front of creation."""
     for replica in observed.pods:
         if replica.finished and not replica.deleting and not _cooling(replica, hashes.revision, now):
             yield DeletePod(replica, "finished")
+    for replica in again.lost:
+        yield DeletePod(replica, "its place to be captured again is gone")
 
     # A cooling pod holds its place: it is neither live nor replaced yet.
-    counted = [replica for replica in observed.pods if replica.live or _cooling(replica, hashes.revision, now)]
+    present = [replica for replica in observed.pods if replica not in again.lost]
+    counted = [replica for replica in present if replica.live or _cooling(replica, hashes.revision, now)]
+    if spec.rollout.max_surge:
+        # The one that is to be captured again comes on top, and is one too many as soon as that is over.
+        counted = [replica for replica in counted if replica is not again.seed]
     new = [replica for replica in counted if replica.revision == hashes.revision]
     old = [replica for replica in counted if replica.revision != hashes.revision]
     room = spec.replicas + (spec.rollout.max_surge if old and spec.replicas else 0)
@@ -292,13 +320,29 @@ def _replicas(
     taken = {replica.name for replica in observed.pods} | observed.taken
     holders = {item.node for item in observed.contents if item.identity == hashes.identity and observed.usable(item)}
     prefer = tuple(sorted(holders & observed.agents))
-    slot = -1
+    # The lowest free names: of two creations decided from the same observation one gets 409 and does no harm.
+    free = (slot for slot in itertools.count() if pods.pod_name(claim.name, hashes.revision, slot) not in taken)
+    seeds = 0
+    if again.idle and not old and gate.allowance != 0:
+        if spec.rollout.max_surge:
+            seeds = int(len(counted) == spec.replicas)
+        elif missing > 0:
+            seeds, missing = 1, missing - 1
+        elif len(counted) == spec.replicas and (victim := _makes_room(new, again, floor)) is not None:
+            yield DeletePod(victim, "makes room for the replica that is captured again")
+    for _ in range(seeds):
+        yield CreatePod(next(free), (), again.request, again.nodes)
     for _ in range(missing):
-        slot += 1
-        # The lowest free name: of two creations decided from the same observation one gets 409 and does no harm.
-        while pods.pod_name(claim.name, hashes.revision, slot) in taken:
-            slot += 1
-        yield CreatePod(slot, prefer)
+        yield CreatePod(next(free), prefer)
+
+
+def _makes_room(new: list[Replica], again: Recapture, floor: int) -> Replica | None:
+    """The replica that a seed may replace where no surge is allowed, best one on a node where it would go."""
+    available = sum(replica.available for replica in new)
+    for replica in sorted(new, key=lambda item: (item.node not in again.nodes, _removal_order(item))):
+        if not replica.finished and (not replica.available or available > floor):
+            return replica
+    return None
 
 
 def _unavailable(spec: VLLMSnapshotSpec, gate: Gate) -> int:
@@ -387,9 +431,8 @@ def _farewell(claim: Claim, observed: Observed) -> Iterator[Action]:
         yield RemoveFinalizer()
 
 
-def _requeue(observed: Observed, revision: str, gate: Gate, now: float) -> float | None:
-    """Seconds until something changes without an event: the gate opens, or a finished pod may be replaced."""
+def _requeue(observed: Observed, revision: str, gate: Gate, again: Recapture, now: float) -> float | None:
+    """Seconds until something changes without an event: the gate opens, a finished pod may be replaced, a seed's time is up."""
     moments = [replica.created + REPLACE_AFTER_S for replica in observed.pods if _cooling(replica, revision, now)]
-    if gate.until is not None:
-        moments.append(gate.until)
+    moments += [moment for moment in (gate.until, again.until) if moment is not None]
     return max(0.0, min(moments) - now) + 0.1 if moments else None

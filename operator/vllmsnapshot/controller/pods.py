@@ -225,8 +225,20 @@ def environment(spec: VLLMSnapshotSpec, port: int) -> list[Object]:
     return list(merged.values())
 
 
-def pod(claim: Claim, spec: VLLMSnapshotSpec, slot: int, port: int, prefer: Iterable[str] = ()) -> Object:
-    """The replica of this slot, serving on `port`, preferably on one of the nodes `prefer`. Raises OverlayError."""
+def pod(
+    claim: Claim,
+    spec: VLLMSnapshotSpec,
+    slot: int,
+    port: int,
+    prefer: Iterable[str] = (),
+    *,
+    recapture: str = "",
+    only: Iterable[str] = (),
+) -> Object:
+    """The replica of this slot, serving on `port`, preferably on one of the nodes `prefer`; on one of `only` if any are given.
+
+    With `recapture` it is made to be captured for that request. Raises OverlayError.
+    """
     hashes = template(spec)
     overlay = _overlay(spec)
     metadata = (spec.pod_template.metadata if spec.pod_template else None) or PodMetadata()
@@ -235,6 +247,7 @@ def pod(claim: Claim, spec: VLLMSnapshotSpec, slot: int, port: int, prefer: Iter
         restore_timeout_seconds=spec.restore.timeout_seconds,
         max_concurrent_per_node=spec.restore.max_concurrent_per_node,
         capture=spec.capture.policy,
+        recapture=recapture or None,
     )
     labels = {
         **(metadata.labels or {}),
@@ -259,7 +272,7 @@ def pod(claim: Claim, spec: VLLMSnapshotSpec, slot: int, port: int, prefer: Iter
             "annotations": annotations,
             "ownerReferences": [owner(claim)],
         },
-        "spec": _pod_spec(spec, overlay, port, list(prefer)),
+        "spec": _only_on(_pod_spec(spec, overlay, port, list(prefer)), sorted(only)[:MAX_PREFERRED_NODES]),
     }
 
 
@@ -295,6 +308,28 @@ def _pod_spec(spec: VLLMSnapshotSpec, overlay: Object, port: int, prefer: list[s
             }
         }
     return _merge_pod(result, overlay)
+
+
+def _only_on(spec: Object, nodes: list[str]) -> Object:
+    """The pod's spec, bound to these nodes (if any) beside what its affinity requires already: terms are alternatives, so each
+    of them gets each node. One value per field is allowed."""
+    if not nodes:
+        return spec
+    affinity = dict(spec.get("affinity") or {})
+    node = dict(affinity.get("nodeAffinity") or {})
+    required = "requiredDuringSchedulingIgnoredDuringExecution"
+    terms = (node.get(required) or {}).get("nodeSelectorTerms") or [{}]
+    node[required] = {
+        "nodeSelectorTerms": [
+            {
+                **term,
+                "matchFields": [*(term.get("matchFields") or []), {"key": "metadata.name", "operator": "In", "values": [name]}],
+            }
+            for term in terms
+            for name in nodes
+        ]
+    }
+    return {**spec, "affinity": {**affinity, "nodeAffinity": node}}
 
 
 def _wants_gpu(spec: VLLMSnapshotSpec) -> bool:
@@ -446,8 +481,8 @@ def _merge_affinity(ours: Object, theirs: Object) -> Object:
 # --- content, service ------------------------------------------------------------------------------------------------
 
 
-def content(claim: Claim, spec: VLLMSnapshotSpec, source: Replica, node: str) -> Object:
-    """The order to the agent of `node` to capture `source`."""
+def content(claim: Claim, spec: VLLMSnapshotSpec, source: Replica, node: str, recapture: str = "") -> Object:
+    """The order to the agent of `node` to capture `source`, under the request `recapture` if there is one."""
     body: Object = {
         "snapshotRef": {"namespace": claim.namespace, "name": claim.name, "uid": claim.uid},
         "sourcePod": {"name": source.name, "uid": source.uid},
@@ -468,6 +503,7 @@ def content(claim: Claim, spec: VLLMSnapshotSpec, source: Replica, node: str) ->
                 c.LABEL_IDENTITY: source.identity,
                 c.LABEL_NODE: label_value(node),
             },
+            **({"annotations": {c.ANNOTATION_RECAPTURE: recapture}} if recapture else {}),
             # Held by the agent from the start: files may exist as soon as it has seen the order.
             "finalizers": [c.FINALIZER_CONTENT],
         },

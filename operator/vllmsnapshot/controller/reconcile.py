@@ -56,7 +56,7 @@ class Reconciler:
         if claim.deleting:
             return todo.requeue_after
         # 4. Report: one write, only if something changed.
-        report = status.compute(claim, observed, todo.gate, outcome.problems, self._clock())
+        report = status.compute(claim, observed, todo, outcome.problems, self._clock())
         self._metrics.saw(claim, observed, report)
         if status.changed(claim, report):
             await self._write(claim, report.dump())

@@ -11,10 +11,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from ..api import constants as c
-from ..api.types import Condition, SnapshotRecord, Timings, Toggle, VLLMSnapshotSpec, VLLMSnapshotStatus, duration, seconds
+from ..api.types import (
+    Condition,
+    RecapturePhase,
+    RecaptureStatus,
+    SnapshotRecord,
+    Timings,
+    Toggle,
+    VLLMSnapshotSpec,
+    VLLMSnapshotStatus,
+    duration,
+    seconds,
+)
 from ..world import Claim, Content, Observed, Replica, newest, rfc3339, timestamp
 from . import pods
-from .plan import Gate, spent
+from .plan import Gate, Plan, spent
+from .recapture import Recapture
 
 R = c.Reason
 MESSAGE_LIMIT = 1024
@@ -37,21 +49,24 @@ class Verdict:
     message: str
 
 
-def compute(claim: Claim, observed: Observed, gate: Gate, problems: Sequence[Problem], now: float) -> VLLMSnapshotStatus:
+def compute(claim: Claim, observed: Observed, todo: Plan, problems: Sequence[Problem], now: float) -> VLLMSnapshotStatus:
     """The whole status. `now` is used only for transition times."""
     if claim.spec is None:
         return _invalid(claim, observed, now)
     spec, hashes = claim.spec, pods.template(claim.spec)
     live = [replica for replica in observed.pods if replica.live]
-    updated = [replica for replica in live if replica.revision == hashes.revision]
-    ready = [replica for replica in live if replica.ready]
+    extra = _extra(spec, live)
+    wanted = [replica for replica in live if replica not in extra]
+    updated = [replica for replica in wanted if replica.revision == hashes.revision]
+    ready = [replica for replica in wanted if replica.ready]
+    recapture = _recapture(spec, todo.again, hashes.identity, observed)
     best = newest(item for item in observed.contents if item.identity == hashes.identity and observed.usable(item))
     cold = [replica for replica in live if replica.start_mode == c.START_COLD]
     verdicts = {
-        c.READY: _ready(spec, live, updated, gate, hashes.identity, observed),
+        c.READY: _ready(spec, wanted, updated, todo.gate, hashes.identity, observed),
         c.SNAPSHOT_READY: _snapshot_ready(spec, hashes.identity, live, best, observed),
-        c.PROGRESSING: _progressing(spec, live, updated, gate),
-        c.DEGRADED: _degraded(claim, spec, hashes.identity, live, observed, problems),
+        c.PROGRESSING: _progressing(spec, wanted, updated, todo.gate, recapture),
+        c.DEGRADED: _degraded(claim, spec, hashes.identity, wanted, observed, problems),
         c.STALE: _stale(hashes.identity, best, observed),
     }
     return VLLMSnapshotStatus(
@@ -68,8 +83,15 @@ def compute(claim: Claim, observed: Observed, gate: Gate, problems: Sequence[Pro
         identity=hashes.identity,
         snapshot=_record(best),
         timings=_timings(claim, observed),
+        recapture=recapture,
         cold_start_reason=_cold_start_reason(cold),
     )
+
+
+def _extra(spec: VLLMSnapshotSpec, live: list[Replica]) -> list[Replica]:
+    """Replicas that are there on top, to be captured again. They serve nobody, and nobody waits for them."""
+    made = sorted((replica for replica in live if replica.recapture), key=lambda item: (item.ready, item.name))
+    return made[: max(0, len(live) - spec.replicas)]
 
 
 def _invalid(claim: Claim, observed: Observed, now: float) -> VLLMSnapshotStatus:
@@ -189,8 +211,7 @@ def _snapshot_ready(
     mine = [item for item in observed.contents if item.identity == identity and not item.deleting]
     if best is not None:
         nodes = sorted({item.node for item in mine if observed.usable(item)})
-        shown = ", ".join(nodes[:5]) + (f" and {len(nodes) - 5} more" if len(nodes) > 5 else "")
-        return Verdict(True, R.CAPTURED, f"new replicas are restored on {_count(len(nodes), 'node')}: {shown}")
+        return Verdict(True, R.CAPTURED, f"new replicas are restored on {_count(len(nodes), 'node')}: {_few(nodes)}")
     if spec.capture.policy == Toggle.DISABLED:
         return Verdict(False, R.CAPTURE_DISABLED, "capture.policy is Disabled: every replica starts cold")
     pending = newest(item for item in mine if item.pending)
@@ -204,7 +225,7 @@ def _snapshot_ready(
     if lost is not None:
         tries = spent(observed, identity, lost.node)
         left = tries <= spec.capture.retries
-        more = "the next cold start tries again" if left else "not tried again on this node; delete it to retry"
+        more = "the next cold start tries again" if left else "not tried again on this node; recapture to retry"
         reason = R.CAPTURE_FAILED if lost.failed else R.ARTIFACT_QUARANTINED
         return Verdict(False, reason, f"{lost.name} on node {lost.node}: {lost.reason}: {lost.message} ({more})")
     if not observed.agents:
@@ -214,7 +235,9 @@ def _snapshot_ready(
     return Verdict(False, R.NO_ARTIFACT, "the first replica is captured when it is up")
 
 
-def _progressing(spec: VLLMSnapshotSpec, live: list[Replica], updated: list[Replica], gate: Gate) -> Verdict:
+def _progressing(
+    spec: VLLMSnapshotSpec, live: list[Replica], updated: list[Replica], gate: Gate, recapture: RecaptureStatus | None
+) -> Verdict:
     if len(updated) < len(live):
         return Verdict(True, R.ROLLING_UPDATE, f"{len(updated)} of {spec.replicas} replicas are updated")
     if not gate.open and len(live) < spec.replicas:
@@ -222,7 +245,43 @@ def _progressing(spec: VLLMSnapshotSpec, live: list[Replica], updated: list[Repl
         return Verdict(True, R.WAITING_FOR_SNAPSHOT, f"{spec.replicas - len(live)} replicas wait for the capture of {seed}")
     if len(live) != spec.replicas or any(not replica.ready for replica in live):
         return Verdict(True, R.REPLICAS_NOT_READY, f"{sum(r.ready for r in live)} of {spec.replicas} replicas are ready")
+    if recapture is not None and recapture.phase == RecapturePhase.RUNNING:
+        return Verdict(True, R.RECAPTURING, recapture.message)
     return Verdict(False, R.STABLE, "nothing to do")
+
+
+def _recapture(spec: VLLMSnapshotSpec, again: Recapture, identity: str, observed: Observed) -> RecaptureStatus | None:
+    """Where the user's request to take the artifacts again stands."""
+    if not again.request:
+        return None
+
+    def tell(phase: RecapturePhase, message: str) -> RecaptureStatus:
+        return RecaptureStatus(request=again.request, phase=phase, message=_short(message))
+
+    if again.done:
+        return tell(RecapturePhase.DONE, f"taken again on {_count(len(again.new), 'node')}: {_few(sorted(again.new))}")
+    if spec.capture.policy == Toggle.DISABLED:
+        return tell(RecapturePhase.WAITING, "capture.policy is Disabled")
+    if again.seed is not None:
+        return tell(RecapturePhase.RUNNING, _tell(spec, again.seed, identity, observed))
+    if again.ordered:
+        return tell(RecapturePhase.RUNNING, "a replica is being captured")
+    if spec.replicas == 0:
+        return tell(RecapturePhase.WAITING, "0 replicas are wanted: scale up to have a replica captured")
+    if again.nodes:
+        room = "" if spec.rollout.max_surge else ", in place of one that rollout.maxUnavailable spares"
+        return tell(RecapturePhase.WAITING, f"a replica is to start cold on {_few(list(again.nodes))}{room}")
+    done = f"taken again on {_few(sorted(again.new))}; " if again.new else ""
+    if again.failure is not None:
+        lost = again.failure
+        kept = "; the artifact from before stays in use" if again.old else ""
+        return tell(RecapturePhase.FAILED, f"{done}{lost.name} on node {lost.node} failed: {lost.reason}: {lost.message}{kept}")
+    where = f"on {_few(sorted(again.old))}" if again.old else "on any node"
+    return tell(RecapturePhase.WAITING, f"{done}no agent is ready {where}")
+
+
+def _few(names: list[str]) -> str:
+    return ", ".join(names[:5]) + (f" and {len(names) - 5} more" if len(names) > 5 else "")
 
 
 def _degraded(
