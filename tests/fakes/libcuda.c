@@ -584,6 +584,7 @@ int nvmlDeviceGetComputeRunningProcesses_v3(device d, unsigned int *count, struc
 	struct dirent *entry;
 	struct page page;
 	unsigned int room = *count;
+	char name[32];
 
 	*count = 0;
 	while (dir && (entry = readdir(dir)))
@@ -591,7 +592,9 @@ int nvmlDeviceGetComputeRunningProcesses_v3(device d, unsigned int *count, struc
 			add(list, count, room, atoi(entry->d_name), (uint64_t)number(of_pid("used", atoi(entry->d_name)), 0));
 	if (dir)
 		closedir(dir);
-	dir = opendir("/proc");
+	/* Without a GPU in a file there are no applications of it: those of another test that runs now are not ours. */
+	snprintf(name, sizeof(name), "gpu%d", minor);
+	dir = access(path(name), F_OK) ? NULL : opendir("/proc");
 	while (dir && (entry = readdir(dir)))
 		if (atoi(entry->d_name) && find(atoi(entry->d_name), &page) && page.minor == minor && page.bytes)
 			add(list, count, room, atoi(entry->d_name), page.bytes);

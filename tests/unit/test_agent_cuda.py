@@ -13,6 +13,7 @@ import shutil
 import signal
 import socket
 import subprocess
+import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from types import SimpleNamespace as Box
@@ -438,6 +439,51 @@ def test_a_driver_that_knows_nothing_does_not_condemn_a_source_that_was_not_move
     assert gpu.calls() == []
 
 
+@pytest.mark.parametrize("call", ["Lock", "Checkpoint", "GetState"])
+def test_the_gpus_steps_end_with_the_time_of_the_capture(gpu: Gpu, call: str) -> None:
+    # Far below the limits of the calls, far above what they take; the hang itself ends the wait.
+    gpu.inject(f"{call} 3 hang" if call == "GetState" else f"{call} 2 hang")
+    with pytest.raises(CaptureError) as error:
+        gpu.cuda.before_dump(TREE, timeout_s=14.0)
+    assert error.value.reason == Reason.CAPTURE_TIMEOUT
+    assert f"{call} of process" in error.value.message
+    assert "which was all that was left" in error.value.message
+    assert gpu.running(), "the way back is not part of that time"
+
+
+def test_a_lock_that_has_no_time_is_not_begun(gpu: Gpu) -> None:
+    with pytest.raises(CaptureError) as error:
+        gpu.cuda.before_dump(TREE, timeout_s=Limits().lock_grace / 2)
+    assert error.value.reason == Reason.CAPTURE_TIMEOUT
+    assert "no time is left for Lock" in error.value.message
+    assert gpu.calls() == []
+    with pytest.raises(CaptureError) as late:
+        gpu.cuda.before_dump(TREE, timeout_s=0)
+    assert late.value.reason == Reason.CAPTURE_TIMEOUT
+    assert gpu.running()
+
+
+@pytest.mark.parametrize("call", ["Restore", "Unlock"])
+def test_the_gpus_steps_end_with_the_time_of_the_restore(gpu: Gpu, container: Container, call: str) -> None:
+    gpu.reset(CHECKPOINTED)
+    gpu.inject(f"{call} 1 hang")
+    with pytest.raises(RestoreError) as error:
+        gpu.cuda.after_restore(container, RECORDED, TREE, timeout_s=14.0)
+    assert error.value.reason == Reason.RESTORE_TIMEOUT
+    gpu.inject("")
+    with pytest.raises(RestoreError) as late:
+        gpu.cuda.before_restore(container, RECORDED, timeout_s=0)
+    assert late.value.reason == Reason.RESTORE_TIMEOUT
+
+
+def test_before_the_end_no_more_time_is_taken_than_there_is(gpu: Gpu) -> None:
+    gpu.inject("Lock 1 hang")
+    with pytest.raises(AgentError) as error:
+        gpu.cuda.before_terminate(TREE, timeout_s=14.0)
+    assert "all that was left" in error.value.message
+    assert gpu.count("Lock") == 1, "neither again nor for the next process"
+
+
 def test_a_process_that_ended_needs_no_resuming(gpu: Gpu) -> None:
     gpu.cuda.before_dump(TREE)
     shutil.rmtree(gpu.directory / "proc" / str(WORKER))
@@ -755,7 +801,7 @@ def test_a_tree_without_gpu_is_restored_whatever_the_driver_says(
     container = cast(Container, Box(namespace=lambda _: os.readlink("/proc/self/ns/user"), proc=Path("/proc")))
     criu = cast(Criu, Box(version=lambda: "4.2.1", program=Path("criu")))
     with pytest.raises(AgentError) as error:
-        restoring._check_place(container, cast(Manifest, Box(environment=recorded)), criu, Unusable())
+        restoring._check_place(container, cast(Manifest, Box(environment=recorded)), criu, Unusable(), time.monotonic() + 60)
     assert error.value.reason == (Reason.GPU_UNAVAILABLE if recorded else Reason.IDENTITY_MISMATCH)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Final, Protocol
 
@@ -18,7 +19,7 @@ RECORDED: Final = frozenset({UUID, MEMORY_USED, PIDS})
 class Accelerator(Protocol):
     """Called by capture and restore with processes of the tree, the root first. Methods raise AgentError where they fail.
 
-    `recorded` is what `record` returned when the artifact was made.
+    `recorded` is what `record` returned when the artifact was made. `timeout_s` (seconds) is what the capture or restore has left.
     """
 
     name: str
@@ -29,10 +30,10 @@ class Accelerator(Protocol):
     def claims(self, device: str) -> bool:
         """Whether an open device file (its path in the container) belongs to this accelerator and is handled by it."""
 
-    def record(self, processes: Sequence[Process]) -> Mapping[str, str]:
+    def record(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> Mapping[str, str]:
         """What a restore must know of these processes, but not compare (names: RECORDED). Refuses what cannot travel."""
 
-    def before_dump(self, processes: Sequence[Process]) -> None:
+    def before_dump(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> None:
         """Move the state of the device into the processes' memory and let go of the device."""
 
     def after_dump(self, processes: Sequence[Process]) -> None:
@@ -41,13 +42,15 @@ class Accelerator(Protocol):
         Raises CaptureError(GPU_STATE_LOST) if they do not: then the replica is of no use any more and must be ended.
         """
 
-    def before_restore(self, container: Container, recorded: Mapping[str, str]) -> None:
+    def before_restore(self, container: Container, recorded: Mapping[str, str], *, timeout_s: float = math.inf) -> None:
         """Insist that the container's device can take the state."""
 
-    def after_restore(self, container: Container, recorded: Mapping[str, str], processes: Sequence[Process]) -> None:
+    def after_restore(
+        self, container: Container, recorded: Mapping[str, str], processes: Sequence[Process], *, timeout_s: float = math.inf
+    ) -> None:
         """Take the device again and move the state back."""
 
-    def before_terminate(self, processes: Sequence[Process]) -> None:
+    def before_terminate(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> None:
         """Make a half-restored tree safe to kill."""
 
 
@@ -64,21 +67,23 @@ class Cpu:
         """None."""
         return False
 
-    def record(self, processes: Sequence[Process]) -> Mapping[str, str]:
+    def record(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> Mapping[str, str]:
         """Nothing."""
         return {}
 
-    def before_dump(self, processes: Sequence[Process]) -> None:
+    def before_dump(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> None:
         """Nothing."""
 
     def after_dump(self, processes: Sequence[Process]) -> None:
         """Nothing."""
 
-    def before_restore(self, container: Container, recorded: Mapping[str, str]) -> None:
+    def before_restore(self, container: Container, recorded: Mapping[str, str], *, timeout_s: float = math.inf) -> None:
         """Nothing."""
 
-    def after_restore(self, container: Container, recorded: Mapping[str, str], processes: Sequence[Process]) -> None:
+    def after_restore(
+        self, container: Container, recorded: Mapping[str, str], processes: Sequence[Process], *, timeout_s: float = math.inf
+    ) -> None:
         """Nothing."""
 
-    def before_terminate(self, processes: Sequence[Process]) -> None:
+    def before_terminate(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> None:
         """Nothing."""

@@ -119,7 +119,7 @@ def capture(
             # Whatever an interrupted capture left; a stopped tree cannot be dumped.
             resume(container, request.staged)
             tree = preflight(container, request, stack, accelerator)
-            recorded = accelerator.record(tree.processes)
+            recorded = accelerator.record(tree.processes, timeout_s=_left(deadline))
             # What is on the device moves into the memory of the processes.
             _check_space(tree.estimate + int(recorded.get(MEMORY_USED, 0)), request.max_bytes, store)
             draft = stack.enter_context(store.draft(request.content))
@@ -412,7 +412,7 @@ def _freeze(
 ) -> set[str]:
     """Dump and copy; the tree is stopped when this returns or raises. Returns the captured files of the root file system."""
     before = time.monotonic()
-    accelerator.before_dump(tree.processes)
+    accelerator.before_dump(tree.processes, timeout_s=_left(deadline))
     by_accelerator = phases["accelerator"] = time.monotonic() - before
     with namespaces.opened(draft.directory("images")) as images:
         outcome = criu.dump(container, tree.root.ns_pid, images, work, timeout_s=_left(deadline))

@@ -20,6 +20,7 @@ import contextlib
 import ctypes
 import json
 import logging
+import math
 import os
 import re
 import select
@@ -105,6 +106,14 @@ class UnusableError(DriverError):
     """No helper can be started: there is no driver, or it does not initialise."""
 
 
+class LateError(DriverError):
+    """The driver did not answer within the limit of the call."""
+
+
+class OutOfTimeError(DriverError):
+    """The time of the whole operation is up."""
+
+
 # --- the agent's side of the helper ----------------------------------------------------------------------------------
 
 
@@ -156,7 +165,7 @@ class _Helper:
         else:
             error = ""
         if answer is None:
-            raise DriverError(f"{what} took longer than {limit_s:g} s")
+            raise LateError(f"{what} took longer than {limit_s:.3g} s")
         if not answer:
             raise DriverError(f"{what}: the helper of the driver died{error}")
         message = json.loads(answer)
@@ -196,19 +205,34 @@ class _Helper:
 class _Session:
     """The driver for one operation: a helper, and another one after that has hung or died."""
 
-    def __init__(self, owner: Cuda) -> None:
+    def __init__(self, owner: Cuda, timeout_s: float) -> None:
         self._owner = owner
         self._helper: _Helper | None = None
+        self._deadline = time.monotonic() + timeout_s
+
+    def left(self) -> float:
+        """Seconds that the operation still has."""
+        return self._deadline - time.monotonic()
+
+    def no_deadline(self) -> None:
+        """From now on only the calls' own limits count: the way back must not be cut short by what was spent on the way there."""
+        self._deadline = math.inf
 
     def call(self, op: str, limit_s: float, **args: Any) -> Any:
-        """One call. Raises DriverError."""
+        """One call, within its own limit and what the operation has left. Raises DriverError."""
+        left = self.left()
+        if left <= 0:
+            raise OutOfTimeError(f"no time is left for {op}")
         if self._helper is None:
-            self._helper = self._owner._take()
+            self._helper = self._owner._take(left)
+            left = max(0.0, self.left())
         try:
-            return self._helper.call(op, limit_s, **args)
+            return self._helper.call(op, min(limit_s, left), **args)
         except DriverError as e:
             if e.code is None:
                 self._drop()
+            if isinstance(e, LateError) and left < limit_s:
+                raise OutOfTimeError(f"{e}, which was all that was left") from e
             raise
         except BaseException:
             # An answer may still be on its way: the next call would take it for its own.
@@ -260,7 +284,7 @@ class Cuda:
 
     # --- helpers -----------------------------------------------------------------------------------------------------
 
-    def _take(self) -> _Helper:
+    def _take(self, left_s: float) -> _Helper:
         with self._mutex:
             self._undead = [h for h in self._undead if not h.gone()]
             while self._idle:
@@ -271,7 +295,7 @@ class Cuda:
             self.started += 1
         helper = _Helper(self._env, self._wait)
         try:
-            helper.call("Init", self._limits.start)
+            helper.call("Init", min(self._limits.start, left_s))
         except DriverError as e:
             self._end(helper)
             raise UnusableError(f"the driver cannot be used: {e}") from e
@@ -298,8 +322,8 @@ class Cuda:
             self._end(helper)
 
     @contextlib.contextmanager
-    def _session(self) -> Iterator[_Session]:
-        session = _Session(self)
+    def _session(self, timeout_s: float = math.inf) -> Iterator[_Session]:
+        session = _Session(self, timeout_s)
         try:
             yield session
         finally:
@@ -326,16 +350,16 @@ class Cuda:
 
     # --- capture -----------------------------------------------------------------------------------------------------
 
-    def record(self, processes: Sequence[Process]) -> Mapping[str, str]:
+    def record(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> Mapping[str, str]:
         """The GPU of the processes and the memory they use there. Raises CaptureError where they cannot be captured."""
         try:
-            with self._session() as session:
+            with self._session(timeout_s) as session:
                 users = self._users(session, processes)
                 if not users:
                     return {}
                 facts = session.call("Facts", self._limits.query, pids=[p.pid for p in users])
         except DriverError as e:
-            raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED), str(e)) from e
+            raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED, Reason.CAPTURE_TIMEOUT), str(e)) from e
         self._alone(processes)
         device = self._supported(facts, {n for p in users for n in self._held(p)}, CaptureError)
         used = device["used"]
@@ -360,19 +384,21 @@ class Cuda:
                         "(no CUDA IPC, VLLM_WORKER_MULTIPROC_METHOD=spawn)",
                     )
 
-    def before_dump(self, processes: Sequence[Process]) -> None:
+    def before_dump(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> None:
         """Lock and checkpoint every CUDA process; after a failure they all run again. Raises CaptureError.
 
-        With reason GPU_STATE_LOST they do not: the replica must be ended.
+        With reason GPU_STATE_LOST they do not: the replica must be ended. The time is that of the way there; the way back takes
+        as long as it takes, within the limits of its calls.
         """
-        with self._session() as session:
+        with self._session(timeout_s) as session:
             try:
                 users = self._users(session, processes)
                 if any(self._state(session, p) != RUNNING for p in users):
                     # Left by a capture that was cut off.
                     self._resume(session, users)
             except DriverError as e:
-                raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED), f"before the checkpoint: {e}") from e
+                reason = _reason(e, Reason.GPU_CHECKPOINT_FAILED, Reason.CAPTURE_TIMEOUT)
+                raise CaptureError(reason, f"before the checkpoint: {e}") from e
             with self._mutex:
                 self._moved = {k for k in self._moved if (self._proc / str(k[0])).exists()}
                 self._moved |= {(p.pid, p.start_time) for p in users}
@@ -387,7 +413,8 @@ class Cuda:
             except DriverError as e:
                 log.warning("GPU: %s; the processes are resumed", e)
                 self._resume(session, users)
-                raise CaptureError(_reason(e, Reason.GPU_CHECKPOINT_FAILED), f"{e}; the engine runs on") from e
+                reason = _reason(e, Reason.GPU_CHECKPOINT_FAILED, Reason.CAPTURE_TIMEOUT)
+                raise CaptureError(reason, f"{e}; the engine runs on") from e
 
     def after_dump(self, processes: Sequence[Process]) -> None:
         """Let every CUDA process run again, whatever state it is in. Raises CaptureError(GPU_STATE_LOST) if one cannot."""
@@ -397,7 +424,7 @@ class Cuda:
             except DriverError as e:
                 # Of processes that nobody has moved, it is what it was.
                 moved = any((p.pid, p.start_time) in self._moved for p in processes)
-                reason = Reason.GPU_STATE_LOST if moved else _reason(e, Reason.GPU_CHECKPOINT_FAILED)
+                reason = Reason.GPU_STATE_LOST if moved else _reason(e, Reason.GPU_CHECKPOINT_FAILED, Reason.CAPTURE_TIMEOUT)
                 raise CaptureError(reason, f"the state of the engine on the GPU is not known: {e}") from e
             self._resume(session, users)
 
@@ -406,6 +433,7 @@ class Cuda:
 
         Raises CaptureError(GPU_STATE_LOST).
         """
+        session.no_deadline()
         try:
             _twice(lambda: self._undo(session, users))
         except DriverError as e:
@@ -439,15 +467,15 @@ class Cuda:
 
     # --- restore -----------------------------------------------------------------------------------------------------
 
-    def before_restore(self, container: Container, recorded: Mapping[str, str]) -> None:
+    def before_restore(self, container: Container, recorded: Mapping[str, str], *, timeout_s: float = math.inf) -> None:
         """Insist that the container's GPU can take what is in the artifact. Raises RestoreError."""
         if UUID not in recorded:
             return
         try:
-            with self._session() as session:
+            with self._session(timeout_s) as session:
                 facts = session.call("Facts", self._limits.query, pids=[])
         except DriverError as e:
-            raise RestoreError(_reason(e, Reason.GPU_UNAVAILABLE), str(e)) from e
+            raise RestoreError(_reason(e, Reason.GPU_UNAVAILABLE, Reason.RESTORE_TIMEOUT), str(e)) from e
         device = self._supported(facts, _visible(container), RestoreError)
         needed = int(recorded.get(MEMORY_USED, 0)) + MEMORY_MARGIN
         if MEMORY_USED in recorded and device["free"] < needed:
@@ -456,12 +484,14 @@ class Cuda:
                 f"GPU {device['uuid']} has {device['free']} bytes free; the captured processes need {needed}",
             )
 
-    def after_restore(self, container: Container, recorded: Mapping[str, str], processes: Sequence[Process]) -> None:
+    def after_restore(
+        self, container: Container, recorded: Mapping[str, str], processes: Sequence[Process], *, timeout_s: float = math.inf
+    ) -> None:
         """Restore and unlock every CUDA process of a new tree. Nothing is tried twice. Raises RestoreError."""
         if UUID not in recorded:
             return
         try:
-            with self._session() as session:
+            with self._session(timeout_s) as session:
                 users = self._users(session, processes)
                 missing = {int(n) for n in recorded.get(PIDS, "").split()} - {p.ns_pid for p in users}
                 if missing:
@@ -476,7 +506,8 @@ class Cuda:
                 for p in users:
                     self._expect(session, p, RUNNING)
         except DriverError as e:
-            reason = Reason.INSUFFICIENT_GPU_MEMORY if e.code == OUT_OF_MEMORY else _reason(e, Reason.GPU_RESTORE_FAILED)
+            failed = _reason(e, Reason.GPU_RESTORE_FAILED, Reason.RESTORE_TIMEOUT)
+            reason = Reason.INSUFFICIENT_GPU_MEMORY if e.code == OUT_OF_MEMORY else failed
             raise RestoreError(reason, str(e)) from e
 
     def _pairs(self, session: _Session, container: Container, old: str) -> list[list[str]]:
@@ -485,19 +516,19 @@ class Cuda:
         new = self._supported(facts, _visible(container), RestoreError)["uuid"]
         return [] if new == old else [[old, new]]
 
-    def before_terminate(self, processes: Sequence[Process]) -> None:
+    def before_terminate(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> None:
         """Lock and checkpoint: killed while its context lives, a restored process can take the host down (cuda-checkpoint#53).
 
         Every process is tried, each twice. Raises AgentError with what failed.
         """
         failed = []
-        with self._session() as session:
+        with self._session(timeout_s) as session:
             for p in processes:
                 try:
                     _twice(lambda p=p: self._suspend(session, p))  # type: ignore[misc]
                 except DriverError as e:
                     failed.append(str(e))
-                    if isinstance(e, UnusableError):
+                    if isinstance(e, UnusableError | OutOfTimeError):
                         break
         if failed:
             raise AgentError(Reason.GPU_STATE_LOST, f"not checkpointed before its end: {'; '.join(failed)}")
@@ -558,7 +589,11 @@ class Cuda:
         """One call, and the state it must lead to."""
         limits = self._limits
         if op == "Lock":
-            session.call(op, limits.lock + limits.lock_grace, pid=p.pid, timeout_ms=max(1, round(limits.lock * 1000)))
+            # The driver must give up before we do: it then leaves the process running.
+            lock = min(limits.lock, session.left() - limits.lock_grace)
+            if lock <= 0:
+                raise OutOfTimeError(f"no time is left for Lock of process {p.ns_pid} ({p.comm})")
+            session.call(op, lock + limits.lock_grace, pid=p.pid, timeout_ms=max(1, round(lock * 1000)))
         else:
             session.call(op, limits.unlock if op == "Unlock" else limits.move, pid=p.pid, **args)
         state = self._state(session, p)
@@ -632,11 +667,11 @@ def too_old(facts: Mapping[str, Any]) -> bool:
 
 
 def _twice(operation: Callable[[], _T]) -> _T:
-    """Try again after a failure, but not after one for want of memory. Raises DriverError."""
+    """Try again after a failure, but not after one for want of memory or time. Raises DriverError."""
     try:
         return operation()
     except DriverError as e:
-        if e.code == OUT_OF_MEMORY:
+        if e.code == OUT_OF_MEMORY or isinstance(e, OutOfTimeError):
             raise
         log.warning("GPU: %s; tried again", e)
     return operation()
@@ -648,7 +683,10 @@ def _name(state: int | None) -> str:
     return STATES[state] if 0 <= state < len(STATES) else f"in state {state}"
 
 
-def _reason(error: DriverError, reason: str) -> str:
+def _reason(error: DriverError, reason: str, late: str) -> str:
+    """The API's reason: of its own for a driver that cannot be used, `late` if the operation's time was up."""
+    if isinstance(error, OutOfTimeError):
+        return late
     return Reason.GPU_UNAVAILABLE if isinstance(error, UnusableError) else reason
 
 

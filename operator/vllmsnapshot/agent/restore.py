@@ -101,7 +101,7 @@ def _restore(
 ) -> dict[str, float]:
     manifest = artifact.manifest
     started = time.monotonic()
-    _check_place(container, manifest, criu, accelerator)
+    _check_place(container, manifest, criu, accelerator, deadline)
     artifact.verify()
     phases = {"verify": time.monotonic() - started}
     with contextlib.ExitStack() as stack:
@@ -118,7 +118,7 @@ def _restore(
             container,
             images,
             work,
-            timeout_s=max(0.1, deadline - time.monotonic()),
+            timeout_s=_left(deadline),
             last_pid=_last_pid(manifest, container.proc),
             stage=stage,
             inherit=inherit,
@@ -129,11 +129,16 @@ def _restore(
     if lost:
         raise RestoreError(Reason.RESTORE_DIED, f"processes {sorted(lost)} of the tree were not there after the restore")
     began = time.monotonic()
-    accelerator.after_restore(container, manifest.environment, sorted(tree, key=lambda p: p.ns_pid != manifest.root_pid))
+    tree.sort(key=lambda p: p.ns_pid != manifest.root_pid)
+    accelerator.after_restore(container, manifest.environment, tree, timeout_s=_left(deadline))
     return phases | {"accelerator": time.monotonic() - began}
 
 
-def _check_place(container: Container, manifest: Manifest, criu: Criu, accelerator: Accelerator) -> None:
+def _left(deadline: float) -> float:
+    return max(0.1, deadline - time.monotonic())
+
+
+def _check_place(container: Container, manifest: Manifest, criu: Criu, accelerator: Accelerator, deadline: float) -> None:
     """Insist that the image fits this node and container. Raises RestoreError."""
     if container.namespace("user") != os.readlink(container.proc / "self/ns/user"):
         raise RestoreError(
@@ -153,7 +158,7 @@ def _check_place(container: Container, manifest: Manifest, criu: Criu, accelerat
     for pid in manifest.pids:
         if pid in taken:
             raise RestoreError(Reason.RESTORE_FAILED, f"PID {pid} is taken by {taken[pid].comm} ({taken[pid].state})")
-    accelerator.before_restore(container, manifest.environment)
+    accelerator.before_restore(container, manifest.environment, timeout_s=_left(deadline))
     limit = memory_limit(container, criu.cgroup_root)
     needed = manifest.memory_bytes + MEMORY_MARGIN
     if limit is not None and needed > limit:
