@@ -190,6 +190,11 @@ class Replica:
         return self.live and self.ready
 
     @property
+    def discard(self) -> bool:
+        """It is to be replaced by another pod, rather than to be mended where it is."""
+        return self.live and not self.available and self.report.state != "Serving" and self.report.reason in c.DISCARD
+
+    @property
     def restored(self) -> bool:
         """It came up from an artifact."""
         return self.start_mode == c.START_RESTORE

@@ -427,7 +427,7 @@ def test_for_want_of_memory_nothing_is_tried_again(gpu: Gpu, container: Containe
     gpu.inject("Restore 1 error 2")
     with pytest.raises(RestoreError) as lost:
         gpu.cuda.after_restore(container, RECORDED, TREE)
-    assert lost.value.reason == Reason.INSUFFICIENT_GPU_MEMORY
+    assert lost.value.reason == Reason.GPU_OUT_OF_MEMORY
     assert "CUDA_ERROR_OUT_OF_MEMORY" in lost.value.message
 
 

@@ -19,6 +19,7 @@ from vllmsnapshot.agent.nodeops import Health
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import PodSettings, RestorePolicy, Toggle
+from vllmsnapshot.world import Replica
 from vllmsnapshot_child.protocol import Release, Restored
 
 
@@ -342,6 +343,21 @@ async def test_what_is_not_the_artifacts_fault_is_not_counted(box: Box, reason: 
     start = box.files("uid-b").start
     assert start is not None
     assert start.reason == reason
+
+
+@pytest.mark.parametrize(("policy", "mode"), [(RestorePolicy.PREFER, "cold"), (RestorePolicy.REQUIRE, "refuse")])
+async def test_the_operator_is_told_of_a_gpu_that_ran_out_of_memory(box: Box, policy: RestorePolicy, mode: str) -> None:
+    box.add_content("art", "gone", captured=True)
+    box.ops.broken["restore"] = NodeError(Reason.GPU_OUT_OF_MEMORY, "CUDA_ERROR_OUT_OF_MEMORY")
+    uid = box.add_pod("b", settings=PodSettings(restore_policy=policy))
+    box.hello(uid)
+    await box.settle()
+    start = box.files(uid).start
+    assert start is not None
+    assert start.mode == mode
+    assert Replica.parse(box.pod("b")).discard
+    # Counted: a GPU that always runs out ends in cold starts, not in one new pod after the other.
+    assert box.node.ledger.entry("art", "uid-art").consecutive == 1
 
 
 async def test_a_corrupt_artifact_is_quarantined_at_once(box: Box) -> None:

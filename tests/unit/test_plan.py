@@ -242,6 +242,20 @@ def test_finished_pods_are_replaced() -> None:
     assert names(actions, p.CreatePod) == ["0"]
 
 
+def test_a_pod_whose_gpu_ran_out_of_memory_in_a_restore_is_replaced_unless_it_serves() -> None:
+    out = PodReport(start="cold", state="Starting", reason=c.Reason.GPU_OUT_OF_MEMORY)
+    seen = see(pod("d", report=out), contents=ARTIFACT)
+    actions = do(seen)
+    assert names(actions, p.DeletePod) == ["d"]
+    assert names(actions, p.CreatePod) == [], "in the next pass, when its place is free"
+    assert names(do(see(pod("d", report=out, deleting=True), contents=ARTIFACT)), p.CreatePod) == ["0"]
+    # It came up by itself, as nobody was there to replace it; that it is unready for a moment is another matter.
+    serves = out.model_copy(update={"state": "Serving"})
+    assert do(see(serving("d", report=serves), contents=ARTIFACT)) == []
+    assert do(see(pod("d", report=serves), contents=ARTIFACT)) == []
+    assert names(do(seen, replicas=0), p.DeletePod) == ["d"], "once"
+
+
 def test_a_pod_that_finished_at_once_is_replaced_later() -> None:
     seen = see(pod("f", finished=True, created=NOW - 5), contents=ARTIFACT)
     made = p.plan(claim(), seen, NOW)

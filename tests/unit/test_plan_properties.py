@@ -295,6 +295,14 @@ class PlanMachine(RuleBasedStateMachine):
             self.sim.set(name, finished=True, ready=False)
 
     @rule(pick=picks)
+    def a_gpu_is_out_of_memory(self, pick: int) -> None:
+        """A restore fails in a way that must not be tried again in the same pod; it starts cold there if nobody replaces it."""
+        name = self._pod(pick)
+        if name is not None and self.sim.pods[name].report.state == "Restoring":
+            made = PodReport(start="cold", state="Released", reason=c.Reason.GPU_OUT_OF_MEMORY)
+            self.sim.set(name, report=made, start_mode="cold")
+
+    @rule(pick=picks)
     def engine_breaks(self, pick: int) -> None:
         if (name := self._pod(pick)) is not None:
             self.sim.set(name, ready=False, containers_ready=False)
@@ -402,6 +410,7 @@ class PlanMachine(RuleBasedStateMachine):
         live = [pod for pod in sim.pods.values() if pod.live]
         assert len(live) == spec.replicas
         assert all(pod.available and pod.revision == hashes.revision for pod in live)
+        assert not any(pod.discard for pod in live)
         assert sim.plan().actions == ()
         report = status.compute(sim.claim, sim.observed(), sim.plan(), [], sim.now)
         conditions = {item.type: item for item in report.conditions or []}

@@ -507,8 +507,8 @@ class Cuda:
                     self._expect(session, p, RUNNING)
         except DriverError as e:
             failed = _reason(e, Reason.GPU_RESTORE_FAILED, Reason.RESTORE_TIMEOUT)
-            reason = Reason.INSUFFICIENT_GPU_MEMORY if e.code == OUT_OF_MEMORY else failed
-            raise RestoreError(reason, str(e)) from e
+            # The driver does not recover from it: what is tried after it fails in other ways (cuda-checkpoint#44).
+            raise RestoreError(Reason.GPU_OUT_OF_MEMORY if e.code == OUT_OF_MEMORY else failed, str(e)) from e
 
     def _pairs(self, session: _Session, container: Container, old: str) -> list[list[str]]:
         """Old and new UUID if the container has another GPU than the captured one. Complete, as there is one GPU."""

@@ -12,7 +12,7 @@ from typing import Literal
 
 from vllmsnapshot_child.protocol import HELLO, PROTOCOL_VERSION, READY, START, Oracle, Start
 
-from ..api.constants import Reason
+from ..api.constants import DISCARD, Reason
 from ..api.types import PodSettings, RestorePolicy, Toggle
 from .control import Files
 from .ledger import Attempt, Outcome
@@ -525,7 +525,9 @@ def _otherwise(v: View, reason: str, message: str) -> Start:
     if v.pod.settings.restore_policy == RestorePolicy.REQUIRE:
         fitting = [x for x in v.candidates if x.belongs(v.pod, v.node)]
         if any(x.captured and x.present and not x.quarantined and not x.deleting for x in fitting):
-            return _start(v, "refuse", Reason.RESTORE_REQUIRED, f"{reason}: {message}")
+            # The operator replaces a pod that says so: the word must reach it.
+            why = reason if reason in DISCARD else Reason.RESTORE_REQUIRED
+            return _start(v, "refuse", why, f"{reason}: {message}")
     return _cold(v, reason, message)
 
 

@@ -159,3 +159,10 @@ class Reason:
     GPU_STATE_LOST: Final = "GpuStateLost"
     GPU_RESTORE_FAILED: Final = "GpuRestoreFailed"
     INSUFFICIENT_GPU_MEMORY: Final = "InsufficientGpuMemory"
+    GPU_OUT_OF_MEMORY: Final = "GpuOutOfMemory"
+    """The driver itself ran out in the midst of a restore. The operator replaces the pod."""
+
+
+DISCARD: Final = frozenset({Reason.GPU_OUT_OF_MEMORY})
+"""Reasons of a start (PodReport.reason) for which the operator replaces the pod unless it serves: what failed must not be tried
+again in its place. Until then, and where there is no operator, the replica starts cold there."""

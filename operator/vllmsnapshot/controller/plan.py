@@ -295,6 +295,8 @@ def _replicas(
     for replica in observed.pods:
         if replica.finished and not replica.deleting and not _cooling(replica, hashes.revision, now):
             yield DeletePod(replica, "finished")
+        elif replica.discard:
+            yield DeletePod(replica, replica.report.reason)
     for replica in again.lost:
         yield DeletePod(replica, "its place to be captured again is gone")
 
@@ -311,6 +313,8 @@ def _replicas(
 
     leaving = _leaving(sorted(old, key=_removal_order), sorted(new, key=_removal_order), room, floor)
     for replica in leaving:
+        if replica.discard:
+            continue
         yield DeletePod(replica, "more than wanted" if replica.revision == hashes.revision else "replaced by a new revision")
 
     # Counted before the deletions: what they free is used by the next pass, when they have happened.
