@@ -6,7 +6,7 @@ import importlib
 import os
 import socket
 from collections.abc import Callable, Mapping
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import Oracle, Reason
@@ -24,8 +24,28 @@ class EngineError(Exception):
         self.message = message
 
 
+class Dropped(NamedTuple):
+    """Bytes that `release_state` gave back."""
+
+    weights: int = 0
+    rest: int = 0
+    """The KV cache, above all."""
+
+
+class Reload(NamedTuple):
+    """How `restore_state` brought the weights back."""
+
+    seconds: float = 0.0
+    """That reading them took; 0 if they were there."""
+    problem: str = ""
+    """Why they must not be dropped again; empty if they may be. They are as before in either case."""
+
+
 class Engine(Protocol):
     """An inference engine that can stand at the barrier. The server calls in the order of the methods here."""
+
+    weights_on_device: bool
+    """A capture moves them into the memory of the process, where there must be room for them."""
 
     async def start(self) -> None:
         """Bring the engine up, ready to answer."""
@@ -36,10 +56,10 @@ class Engine(Protocol):
     async def prebuild(self) -> None:
         """Build all of the HTTP front end that needs no port, and warm it up. The engine can answer at this time."""
 
-    async def release_state(self) -> int:
-        """Drop what `restore_state` can bring back (weights, KV cache). The addresses stay. Returns the bytes dropped."""
+    async def release_state(self, *, weights: bool) -> Dropped:
+        """Drop what `restore_state` can bring back: the KV cache and, if wanted, the weights. The addresses stay."""
 
-    async def restore_state(self) -> None:
+    async def restore_state(self) -> Reload:
         """Bring back what was dropped."""
 
     async def park(self) -> list[str]:
@@ -58,13 +78,13 @@ class Engine(Protocol):
         """End the engine. Called whatever happened; what does not end is killed after it."""
 
 
-def load(args: list[str]) -> Engine:
-    """The engine for these `vllm serve` arguments. Raises EngineError(BadArguments)."""
+def load(args: list[str], *, barrier: bool) -> Engine:
+    """The engine for these `vllm serve` arguments; without a barrier it is told to serve only. Raises EngineError(BadArguments)."""
     name = os.environ.get(ENGINE)
     if not name:
         from vllmsnapshot_child import vllm_engine
 
-        return vllm_engine.create(args)
+        return vllm_engine.create(args, barrier=barrier)
     module, _, attribute = name.partition(":")
     try:
         factory = getattr(importlib.import_module(module), attribute)

@@ -11,6 +11,9 @@ import socket
 
 MADV_DONTNEED = 4
 
+NVML_USERS = 1000
+"""More than can have initialised NVML in one process; after that the library is believed to count wrongly."""
+
 
 def drop_pages(address: int, size: int) -> int:
     """Give the whole pages within [address, address + size) back to the kernel; bytes freed.
@@ -99,3 +102,49 @@ def fresh_entropy() -> None:
         import ssl
 
         ssl.RAND_add(os.urandom(32), 32.0)
+
+
+def room(root: str = "/sys/fs/cgroup") -> int | None:
+    """Bytes that the memory limit of this container leaves; None without a limit, or where it cannot be read.
+
+    Page cache counts as free: the kernel gives it up before it runs into the limit.
+    """
+    for limit, used, stat, cache in (
+        ("memory.max", "memory.current", "memory.stat", "file"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes", "memory/memory.stat", "total_cache"),
+    ):
+        try:
+            total = int(_text(root, limit))
+            taken = int(_text(root, used))
+            lines = (line.split() for line in _text(root, stat).splitlines())
+            values = {fields[0]: int(fields[1]) for fields in lines if len(fields) == 2}
+        except (OSError, ValueError):  # another version of cgroups; "max" is no number either
+            continue
+        # tmpfs is in the cache's figure, and does not go away.
+        kept = values.get("total_shmem" if cache == "total_cache" else "shmem", 0)
+        # v1 says "no limit" as the largest multiple of the page size.
+        return None if total >= 1 << 60 else total - taken + max(0, values.get(cache, 0) - kept)
+    return None
+
+
+def _text(root: str, name: str) -> str:
+    with open(os.path.join(root, name), encoding="ascii") as f:
+        return f.read()
+
+
+def close_nvml() -> int:
+    """Shut NVML down as often as it was initialised in this process; how often that was.
+
+    torch asks NVML whether there is a GPU (vLLM makes it do so, PYTORCH_NVML_BASED_CUDA_CHECK) and leaves it initialised: with
+    descriptors of /dev/nvidiactl that no driver's checkpoint closes and CRIU cannot dump. Who needs NVML initialises it again.
+    """
+    try:
+        # Only where it is loaded already.
+        library = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_NOW)
+        shut = library.nvmlShutdown
+    except (OSError, AttributeError):
+        return 0
+    times = 0
+    while times < NVML_USERS and shut() == 0:
+        times += 1
+    return times

@@ -315,7 +315,8 @@ class Hello(Message):
 class Start(Message):
     """The agent's decision.
 
-    `cold`: start the engine; with `attended` it stops at the barrier and somebody will release it.
+    `cold`: start the engine; with `attended` it stops at the barrier and somebody will release it. `restore_bytes_per_s` is what
+    restores on this node moved so far, absent if there was none: the server weighs it where the weights are `Auto`.
     `restore`: a tree will appear; wait `timeout_s` for `restored.json`, or for a later decision in this same file.
     `refuse`: exit; the snapshot's policy forbids a cold start here.
     """
@@ -327,6 +328,7 @@ class Start(Message):
     attended: bool = False
     content: str | None = None
     timeout_s: float = 120.0
+    restore_bytes_per_s: int | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -389,7 +391,10 @@ class Oracle:
 
 @dataclass(frozen=True, kw_only=True)
 class Ready(Message):
-    """The engine waits at the barrier. The first three fields are vLLM's; `more` holds the oracles of further prompts."""
+    """The engine waits at the barrier. The first three fields are vLLM's; `more` holds the oracles of further prompts.
+
+    `weights` is Discard or Keep, as it was done, and `weights_reason` why; empty if the server does not say.
+    """
 
     FILE = READY
     token_ids: list[int]
@@ -398,6 +403,8 @@ class Ready(Message):
     more: list[dict[str, Any]] = field(default_factory=list)
     bytes_freed: int = 0
     phases: dict[str, float] = field(default_factory=dict)
+    weights: str = ""
+    weights_reason: str = ""
     protocol: int | None = None  # absent: vLLM's own snapshot child, which writes no serving.json
 
     @property
@@ -582,6 +589,7 @@ _CHECKS: dict[type[Message], dict[str, Any]] = {
         "attended": _flag,
         "content": _maybe_word,
         "timeout_s": _seconds,
+        "restore_bytes_per_s": _maybe_count,
     },
     Hold: {"incarnation": _word, "timeout_s": _seconds},
     Ready: {
@@ -592,6 +600,8 @@ _CHECKS: dict[type[Message], dict[str, Any]] = {
         "more": _oracles,
         "bytes_freed": _count,
         "phases": _num_map,
+        "weights": _word,
+        "weights_reason": _text,
         "protocol": _maybe_count,
     },
     Restored: {"incarnation": _word, "pid": _count, "content": _word},

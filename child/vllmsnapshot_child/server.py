@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
-from vllmsnapshot_child import oracle, procs, protocol
+from vllmsnapshot_child import memory, oracle, procs, protocol, weights
 from vllmsnapshot_child.engine import Engine, EngineError, load
 from vllmsnapshot_child.protocol import Oracle, ProtocolError, Reason
 
@@ -97,11 +97,21 @@ class Control:
             raw = protocol.read(fd, name)
         return None if raw is None else protocol.Release.from_dict(raw)
 
+    def restore_bytes_per_s(self) -> int | None:
+        """What the agent says of earlier restores on this node; None if it says nothing, or nothing that can be believed."""
+        try:
+            with protocol.open_dir(os.path.dirname(self.release)) as fd:
+                start = protocol.Start.load(fd, self.incarnation)
+        except (OSError, ProtocolError) as e:
+            log(f"ignored: {e}")
+            return None
+        return None if start is None else start.restore_bytes_per_s
+
 
 class Server:
     """One life: engine, barrier, service."""
 
-    def __init__(self, options: Options, control: Control, create: Callable[[list[str]], Engine] = load) -> None:
+    def __init__(self, options: Options, control: Control, create: Callable[..., Engine] = load) -> None:
         self.options = options
         self.control = control
         self.create = create
@@ -123,7 +133,7 @@ class Server:
     async def run(self) -> None:
         """Until the server is told to end. Raises EngineError or ProtocolError."""
         with self.phase("import_s"):
-            engine = self.create(self.options.engine_args)
+            engine = self.create(self.options.engine_args, barrier=not self.options.unattended)
         with self.phase("engine_s"):
             await engine.start()
         with self.phase("canary_s", Reason.CANARY_FAILED):
@@ -141,19 +151,29 @@ class Server:
 
     async def prepare(self, engine: Engine, first: Oracle, more: list[Oracle]) -> list[Oracle]:
         """Everything up to the ready file. Returns the further oracles that can be relied on."""
+        policy = weights.policy()
         with self.phase("release_s", Reason.RELOAD_FAILED):
-            await engine.release_state()
+            dropped = await engine.release_state(weights=policy != weights.KEEP)
         with self.phase("rehearsal_s", Reason.RELOAD_FAILED):
-            await engine.restore_state()
+            reload = await engine.restore_state()
             if difference := first.differs(await engine.canary(oracle.FIRST)):
                 raise EngineError(Reason.REHEARSAL_MISMATCH, f"after a reload: {difference}")
             # The first answer decides. A longer one that an intact engine does not repeat is no use as a proof later.
             again = [await engine.canary(p) for p in oracle.MORE]
             more = [a for a, b in zip(more, again, strict=True) if a.differs(b) is None]
+        facts = weights.Facts(
+            bytes=dropped.weights,
+            reload_s=reload.seconds,
+            restore_bytes_per_s=self.control.restore_bytes_per_s(),
+            room=memory.room() if engine.weights_on_device else None,
+            fixed=reload.problem,
+        )
+        choice = weights.decide(policy, facts)
+        log(f"weights: {choice.weights}: {choice.why}")
         with self.phase("prebuild_s"):
             await engine.prebuild()
         with self.phase("release_again_s", Reason.RELOAD_FAILED):
-            freed = await engine.release_state()
+            freed = sum(await engine.release_state(weights=choice.weights == weights.DISCARD))
             parked = await engine.park()
             await engine.trim()
         log(f"at the barrier: {freed >> 20} MiB dropped, {len(parked)} listeners parked, {len(more)} further oracles")
@@ -165,6 +185,8 @@ class Server:
             more=[o.to_dict() for o in more],
             bytes_freed=freed,
             phases=dict(self.phases),
+            weights=choice.weights,
+            weights_reason=choice.why,
             protocol=protocol.PROTOCOL_VERSION,
         )
         self.control.put(ready, self.control.ready)

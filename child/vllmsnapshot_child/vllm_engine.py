@@ -16,8 +16,8 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, NoReturn
 
-from vllmsnapshot_child import memory, oracle
-from vllmsnapshot_child.engine import EngineError
+from vllmsnapshot_child import environment, memory, oracle
+from vllmsnapshot_child.engine import Dropped, EngineError, Reload
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import Oracle, Reason
 from vllmsnapshot_child.vllm_worker import USER_EXTENSION
@@ -26,28 +26,6 @@ WARM_UP_TIMEOUT_S = 60.0
 """For one request before the barrier."""
 
 EXTENSION = "vllmsnapshot_child.vllm_worker.Extension"
-
-DEFAULT_ENV = {
-    # The executor in the engine process: one process less to dump, and no shared-memory queues between the two.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # fork would carry half-initialised threads into the engine; vLLM forces spawn on CPU and its child sets it everywhere.
-    "VLLM_WORKER_MULTIPROC_METHOD": "spawn",
-    # gloo and torch.distributed listen on loopback: an image bound to the pod's address restores in no other pod.
-    "VLLM_HOST_IP": "127.0.0.1",
-    "GLOO_SOCKET_IFNAME": "lo",
-    # Worker threads sleep while they wait for each other instead of spinning. With fewer free cores than threads (a CPU
-    # limit, a neighbour, the API process beside them) spinning made every token 5-10 times slower (docs/child.md).
-    "OMP_WAIT_POLICY": "PASSIVE",
-    # Unix sockets of the engine's queues: in the scratch volume that travels with the image.
-    "VLLM_RPC_BASE_PATH": "/tmp",  # noqa: S108
-    # A connection to the outside at the moment of the dump cannot be restored.
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    # /dev/infiniband cannot be dumped.
-    "NCCL_IB_DISABLE": "1",
-    # Compile in the process itself: a pool of idle compiler processes would be dumped with it.
-    "TORCHINDUCTOR_COMPILE_THREADS": "1",
-}
 
 REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     # flag: (why, whether the parsed value is acceptable)
@@ -90,9 +68,12 @@ def check_arguments(args: argparse.Namespace) -> None:
         raise EngineError(Reason.BAD_ARGUMENTS, "VLLM_API_KEY is not supported: a secret would be stored in the image")
 
 
-def create(argv: list[str]) -> VllmEngine:
-    """Parse `vllm serve` arguments. Raises EngineError(BadArguments)."""
-    for name, value in DEFAULT_ENV.items():
+def create(argv: list[str], *, barrier: bool) -> VllmEngine:
+    """Parse `vllm serve` arguments. Raises EngineError(BadArguments).
+
+    Without a barrier nothing is changed about them: that replica is to be what plain vLLM would be, on any accelerator.
+    """
+    for name, value in environment.DEFAULTS.items():
         os.environ.setdefault(name, value)
     from vllm.entrypoints.launchers.cli_args import make_arg_parser, validate_parsed_serve_args
     from vllm.logger import configure_logging_from_args
@@ -115,10 +96,12 @@ def create(argv: list[str]) -> VllmEngine:
         validate_parsed_serve_args(args)
     except (ValueError, TypeError) as e:
         raise EngineError(Reason.BAD_ARGUMENTS, str(e)) from e
+    seeded = any(a == "--seed" or a.startswith("--seed=") for a in argv)
+    if not barrier:
+        return VllmEngine(args, seeded=seeded)
     if args.worker_extension_cls:
         os.environ[USER_EXTENSION] = args.worker_extension_cls
     args.worker_extension_cls = EXTENSION
-    seeded = any(a == "--seed" or a.startswith("--seed=") for a in argv)
     if current_platform.is_cpu():
         return CpuVllmEngine(args, seeded=seeded)
     args.enable_sleep_mode = True
@@ -126,11 +109,19 @@ def create(argv: list[str]) -> VllmEngine:
 
 
 class VllmEngine:
-    """vLLM on an accelerator with sleep mode."""
+    """vLLM on an accelerator with sleep mode.
+
+    Asleep at level 2, the engine has given weights and KV cache back; CUDA graphs, compiled kernels and buffers stay where they are,
+    since their memory is in other pools (vLLM's `--sleep-mode-offload-cudagraph` is off). To keep the weights, only the KV cache is
+    given back: level 1 would do that too, but copies the weights to pinned host memory and back, which then stays in the image.
+    """
+
+    weights_on_device = True
 
     def __init__(self, args: argparse.Namespace, *, seeded: bool) -> None:
         self.args = args
         self.seeded = seeded
+        self._dropped = False  # the weights
         self.client: Any = None
         self.app: Any = None
         self._stack = AsyncExitStack()
@@ -197,16 +188,32 @@ class VllmEngine:
         await self._request("POST", "/v1/chat/completions", {**common, "messages": messages})
         await self._request("POST", "/v1/chat/completions", {**common, "messages": messages, "stream": True})
 
-    async def release_state(self) -> int:
+    async def release_state(self, *, weights: bool) -> Dropped:
+        size: int = sum(await self._rpc("vllmsnapshot_weight_bytes"))
         free: int = sum(await self._rpc("vllmsnapshot_free_device_bytes"))
-        await self.client.sleep(level=2)
-        now: int = sum(await self._rpc("vllmsnapshot_free_device_bytes"))
-        return max(0, now - free)
+        self._dropped = weights
+        if weights:
+            await self.client.sleep(level=2)
+        elif hasattr(self.client, "release_kv_cache_memory"):
+            # Both reset the prefix cache, and no request is scheduled before the KV cache is back.
+            await self.client.pause_generation(mode="abort", clear_cache=True)
+            await self.client.release_kv_cache_memory()
+        else:  # before vLLM 0.32
+            await self.client.sleep(level=1)
+            await self.client.wake_up(tags=["weights"])
+        freed = max(0, sum(await self._rpc("vllmsnapshot_free_device_bytes")) - free)
+        dropped = min(size, freed) if weights else 0
+        return Dropped(weights=dropped, rest=freed - dropped)
 
-    async def restore_state(self) -> None:
-        await self.client.wake_up(tags=["weights"])
-        await self._rpc("reload_weights")
+    async def restore_state(self) -> Reload:
+        began = time.monotonic()
+        if self._dropped:
+            await self.client.wake_up(tags=["weights"])
+            await self._rpc("reload_weights")
+        seconds = time.monotonic() - began if self._dropped else 0.0
+        # Last, and the engine schedules again: before, a request would find weights that are zeros.
         await self.client.wake_up(tags=["kv_cache"])
+        return Reload(seconds=seconds)
 
     async def park(self) -> list[str]:
         parked = memory.park_listeners()
@@ -216,6 +223,7 @@ class VllmEngine:
 
     async def trim(self) -> None:
         memory.trim_heap()
+        memory.close_nvml()
         engine = sum(await self._rpc("vllmsnapshot_trim"))
         log(f"anonymous memory in the image: API {memory.resident_anonymous() >> 20} MiB, engine {engine >> 20} MiB")
 
@@ -319,37 +327,40 @@ class CpuVllmEngine(VllmEngine):
     own `reload_weights`, and nothing can go wrong in between.
     """
 
+    weights_on_device = False
+
     def __init__(self, args: argparse.Namespace, *, seeded: bool) -> None:
         super().__init__(args, seeded=seeded)
-        self._before: list[dict[str, str]] | None = None
-        self._drop_weights: bool | None = None  # not known before the rehearsal
+        self._before: list[dict[str, str]] | None = None  # digests, from the first drop to the proof that they come back
+        self._proven = False
 
-    async def release_state(self) -> int:
+    async def release_state(self, *, weights: bool) -> Dropped:
         # A cached prefix would point at KV pages that are zeros now.
         await self.client.reset_prefix_cache()
-        if self._drop_weights is None:
+        if weights and not self._proven:
             self._before = await self._rpc("vllmsnapshot_digests")
-        freed: int = sum(await self._rpc("vllmsnapshot_drop", self._drop_weights is not False))
-        return freed
+        self._dropped = weights
+        freed = [Dropped(*f) for f in await self._rpc("vllmsnapshot_drop", weights)]
+        return Dropped(weights=sum(f.weights for f in freed), rest=sum(f.rest for f in freed))
 
-    async def restore_state(self) -> None:
-        if self._drop_weights is None:
-            self._drop_weights = await self._rehearse()
-        elif self._drop_weights:
+    async def restore_state(self) -> Reload:
+        if not self._dropped:
+            return Reload()
+        began = time.monotonic()
+        if self._proven:
             await self._rpc("vllmsnapshot_reload")
-
-    async def _rehearse(self) -> bool:
-        """Whether the first reload gave the same bits; if not, the weights are put back by vLLM."""
-        why = "a reload gives other bits"
+            return Reload(seconds=time.monotonic() - began)
+        problem = "a reload gives other bits"
         try:
             await self._rpc("vllmsnapshot_reload")
+            seconds = time.monotonic() - began
             if await self._rpc("vllmsnapshot_digests") == self._before:
-                return True
+                self._proven, self._before = True, None
+                return Reload(seconds=seconds)
         except Exception as e:  # whatever it is, vLLM's own way is left
-            why = f"{type(e).__name__}: {e}"
-        log(f"the weights stay in the image: {why}")
+            problem = f"a reload fails: {type(e).__name__}: {e}"
         await self._rpc("reload_weights")
-        return False
+        return Reload(seconds=time.monotonic() - began, problem=problem[:500])
 
 
 def log(message: str) -> None:

@@ -29,17 +29,19 @@ class SnapshotExtension:
         digests: dict[str, str] = worker.compute_weight_checksums()
         return digests
 
-    def vllmsnapshot_drop(self, weights: bool) -> int:
-        """Stand-in for sleep level 2, which vLLM has on GPUs only: drop the KV cache and, if wanted, the weights. Bytes.
+    def vllmsnapshot_drop(self, weights: bool) -> tuple[int, int]:
+        """Stand-in for sleep level 2, which vLLM has on GPUs only: drop the KV cache and, if wanted, the weights.
+
+        Returns the bytes of weights and KV cache (a plain tuple: it travels between processes).
 
         Only what is still a parameter can be dropped: where vLLM packs a weight for its CPU kernels, the packed copy belongs
         to the kernel and stays in the image (as does, with it, all that the kernel compiled).
         """
         worker: Any = self
-        freed = _drop(_flat(worker.model_runner.kv_caches))
-        if weights:
-            freed += _drop(p for p in worker.model_runner.get_model().parameters() if _is_dropped(p))
-        return freed
+        kv_cache = _drop(_flat(worker.model_runner.kv_caches))
+        if not weights:
+            return 0, kv_cache
+        return _drop(p for p in worker.model_runner.get_model().parameters() if _is_dropped(p)), kv_cache
 
     def vllmsnapshot_reload(self) -> None:
         """Read from the checkpoint what `vllmsnapshot_drop` dropped, straight into the parameters that are there.
@@ -68,6 +70,12 @@ class SnapshotExtension:
                 else:
                     parameter.weight_loader = original
 
+    def vllmsnapshot_weight_bytes(self) -> int:
+        """Size of all parameters."""
+        worker: Any = self
+        storages = {s.data_ptr(): s.nbytes() for s in (p.untyped_storage() for p in worker.model_runner.get_model().parameters())}
+        return sum(storages.values())
+
     def vllmsnapshot_free_device_bytes(self) -> int:
         """Free memory of the accelerator."""
         import torch
@@ -79,8 +87,9 @@ class SnapshotExtension:
         return memory.park_listeners()
 
     def vllmsnapshot_trim(self) -> int:
-        """Trim heap and scratch volume; what is left of the process in bytes."""
+        """Trim heap and scratch volume, let go of NVML; what is left of the process in bytes."""
         memory.trim_heap()
+        memory.close_nvml()
         _remove_precompiled_headers()
         return memory.resident_anonymous()
 

@@ -10,6 +10,7 @@ import copy
 import os
 import time
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
@@ -184,7 +185,7 @@ class ScriptedOps:
         self._call("restore", f"{pod.name} {content}")
         wanted()
         self.tick("restored")
-        return Revived(pid=1001, phases={"criu_s": 1.2, "stage_s": 0.1})
+        return Revived(pid=1001, bytes=1 << 30, phases={"verify": 0.5, "stage": 0.1, "criu": 1.2, "restore": 2.5})
 
     def clear(self, pod: PodRef) -> None:
         self._call("clear", pod.name)
@@ -203,6 +204,7 @@ class ScriptedOps:
             raise self.broken["publish"]
         self.tick("before publish")
         made = artifact(order.content, order.content_uid, oracle=oracle, foreign=foreign)
+        made = replace(made, weights=order.weights, weights_reason=order.weights_reason)
         self.store[order.content] = made
         self.tick("published")
         return made
@@ -438,6 +440,8 @@ class Box:
                 sampled_token_logprob=oracle.sampled_token_logprob,
                 protocol=protocol_version,
                 phases={"load_s": 20.0},
+                weights="Keep",
+                weights_reason="as it was measured",
             ),
         )
 

@@ -17,7 +17,7 @@ from vllmsnapshot.agent import config
 from vllmsnapshot.agent.app import Loop
 from vllmsnapshot.agent.cache import Cache
 from vllmsnapshot.agent.canary import Canary
-from vllmsnapshot.agent.ledger import KEEP, Ledger
+from vllmsnapshot.agent.ledger import KEEP, SPEEDS, SPEEDS_KEPT, Ledger
 from vllmsnapshot.agent.outbox import Outbox
 from vllmsnapshot.agent.slots import Slots
 from vllmsnapshot.agent.watcher import Watcher
@@ -330,6 +330,36 @@ def test_a_pod_that_goes_during_a_restore_is_nobodys_failure(tmp_path: Path) -> 
     ledger.drop_pod("p")
     assert [a.outcome for _, a in ledger.attempts("p")] == ["aborted"]
     assert (ledger.entry("art", "u").failed, ledger.blocked("p")) == (0, {})
+
+
+def test_the_throughput_of_the_node_is_that_of_its_last_restores(tmp_path: Path) -> None:
+    ledger = Ledger(str(tmp_path))
+    ledger.load()
+    assert ledger.restore_bytes_per_s() is None
+    ledger.moved(1_000_000, 1.0)
+    ledger.moved(9_000_000, 1.0)
+    assert ledger.restore_bytes_per_s() == 5_000_000
+    ledger.begin("art", "u", "p", "i", 1.0)
+    again = Ledger(str(tmp_path))
+    again.load()
+    assert again.restore_bytes_per_s() == 5_000_000
+    assert again.contents() == ("art",), "what no content stands for is deleted"
+    again.forget("art")
+    assert again.restore_bytes_per_s() == 5_000_000
+    for _ in range(SPEEDS_KEPT):
+        again.moved(7_000_000, 1.0)
+    assert again.restore_bytes_per_s() == 7_000_000
+
+
+@pytest.mark.parametrize("text", ["", "{}", "[1]", '[["x", 1]]', "[[1, 0]]", "[[-1, 1]]", "[[1, 1e300]]", "null"])
+def test_a_throughput_that_cannot_be_believed_is_none(tmp_path: Path, text: str) -> None:
+    (tmp_path / SPEEDS).write_text(text)
+    ledger = Ledger(str(tmp_path))
+    ledger.load()
+    ledger.moved(0, 1.0)
+    ledger.moved(1, 0.0)
+    ledger.moved(1, -1.0)
+    assert ledger.restore_bytes_per_s() is None
 
 
 # --- configuration ---------------------------------------------------------------------------------------------------

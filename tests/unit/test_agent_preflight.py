@@ -12,7 +12,7 @@ from typing import Any, cast
 import pytest
 
 from vllmsnapshot.agent import containers, namespaces
-from vllmsnapshot.agent.capture import check_abstract_sockets, find_tree
+from vllmsnapshot.agent.capture import MEMORY_MARGIN, check_abstract_sockets, check_memory, find_tree
 from vllmsnapshot.agent.containers import Container, Process, descendants, in_pod, read_process
 from vllmsnapshot.agent.errors import CaptureError
 from vllmsnapshot.api.constants import Reason
@@ -170,3 +170,25 @@ def test_a_process_that_is_about_to_stop_is_resumed_too(monkeypatch: pytest.Monk
     monkeypatch.setattr(containers, "send", send)
     assert containers.resume_all(cast(containers.Container, Tree())) == 2
     assert told == [(pid + INIT, signal.SIGCONT) for pid in (10, 11, 12, 13)]
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("on_device", "limit", "fits"),
+    [
+        (0, 1, True),  # on CPU everything is in memory already
+        (8 * GIB, None, True),
+        (8 * GIB, 10 * GIB + MEMORY_MARGIN, True),
+        (8 * GIB, 10 * GIB + MEMORY_MARGIN - 1, False),
+    ],
+)
+def test_what_is_on_the_gpu_must_fit_into_the_containers_memory(on_device: int, limit: int | None, fits: bool) -> None:
+    """Or the kernel ends an engine that plain vLLM would have left alone."""
+    if fits:
+        check_memory(2 * GIB, on_device, limit)
+        return
+    with pytest.raises(CaptureError, match="memory limit is") as e:
+        check_memory(2 * GIB, on_device, limit)
+    assert e.value.reason == Reason.INSUFFICIENT_MEMORY

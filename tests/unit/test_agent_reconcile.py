@@ -71,6 +71,33 @@ async def test_first_replica_starts_cold_is_captured_and_verified(box: Box) -> N
     assert box.events() == {"ColdStarted", "CaptureStarted", "Captured"}
 
 
+async def test_what_became_of_the_weights_is_in_the_status(box: Box) -> None:
+    """The engine says it at the barrier; `kubectl describe` shows it."""
+    uid = box.add_pod("a")
+    box.add_content("art", "a")
+    box.hello(uid)
+    await box.settle()
+    box.ready(uid)
+    await box.settle()
+    record = box.content("art")["status"]["artifact"]
+    assert (record["weights"], record["weightsReason"]) == ("Keep", "as it was measured")
+
+
+async def test_a_cold_start_is_told_what_restores_on_this_node_moved(box: Box) -> None:
+    """Digests, which are compared once per boot, are not part of it; nor is it of interest to anybody else."""
+    box.add_content("art", "gone", captured=True)
+    await restored(box)
+    start = box.files("uid-b").start
+    assert start is not None
+    assert start.restore_bytes_per_s is None
+    uid = box.add_pod("c", identity="another")
+    box.hello(uid)
+    await box.settle()
+    start = box.files(uid).start
+    assert start is not None
+    assert (start.mode, start.restore_bytes_per_s) == ("cold", (1 << 30) // 2)
+
+
 async def test_nothing_is_written_at_rest(box: Box) -> None:
     box.add_content("art", "gone", captured=True)
     await restored(box)

@@ -136,6 +136,17 @@ def test_captured_and_failed_are_decided_once() -> None:
     assert true(status(failed, stored=artifact("art", "u"))) == {c.FAILED: Reason.DUMP_FAILED}
 
 
+@pytest.mark.parametrize(
+    ("said", "written"), [("Keep", "Keep"), ("Discard", "Discard"), ("", None), ("Auto", None), ("x" * 9999, None)]
+)
+def test_only_what_the_schema_knows_of_the_weights_is_written(said: str, written: str | None) -> None:
+    """The word comes from the workload: another one would make the API server refuse the whole status."""
+    made = replace(artifact("art", "u"), weights=said, weights_reason=said)
+    found = status(VLLMSnapshotContentStatus(), stored=made).dump()["artifact"]
+    assert found.get("weights") == written
+    assert len(found.get("weightsReason", "")) <= 1024
+
+
 def test_writing_the_status_again_changes_nothing() -> None:
     first = status(VLLMSnapshotContentStatus(), stored=artifact("art", "u"), entry=Entry(uid="u", failed=1, last_failure="x"))
     assert status(first, stored=artifact("art", "u"), entry=Entry(uid="u", failed=1, last_failure="x"), now=NOW + 9) == first

@@ -11,6 +11,7 @@ import socket
 import ssl
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -117,6 +118,68 @@ def test_resident_memory_is_known() -> None:
     assert memory.resident_anonymous() > 1 << 20
 
 
+@pytest.mark.parametrize(
+    ("files", "room"),
+    [
+        ({}, None),
+        ({"memory.max": "max\n", "memory.current": "5", "memory.stat": ""}, None),
+        ({"memory.max": "1000\n", "memory.current": "600\n", "memory.stat": "anon 300\nfile 250\nshmem 50\n"}, 600),
+        ({"memory.max": "1000", "memory.current": "600", "memory.stat": "what is this\n"}, 400),
+        ({"memory.max": "1000", "memory.current": "", "memory.stat": ""}, None),
+        (
+            {
+                "memory/memory.limit_in_bytes": "1000\n",
+                "memory/memory.usage_in_bytes": "600\n",
+                "memory/memory.stat": "cache 7\ntotal_cache 250\ntotal_shmem 50\n",
+            },
+            600,
+        ),
+        (
+            {
+                "memory/memory.limit_in_bytes": "9223372036854771712\n",
+                "memory/memory.usage_in_bytes": "600\n",
+                "memory/memory.stat": "",
+            },
+            None,
+        ),
+    ],
+)
+def test_room_below_the_memory_limit(tmp_path: Path, files: dict[str, str], room: int | None) -> None:
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert memory.room(str(tmp_path)) == room
+
+
+def test_nvml_is_shut_down_as_often_as_it_was_initialised(tmp_path: Path) -> None:
+    """By a stand-in for the library, with the descriptor that keeps a process from being dumped."""
+    source = """
+#include <fcntl.h>
+#include <unistd.h>
+static int users, device = -1;
+int nvmlInit_v2(void) { if (!users++) device = open("/dev/null", O_RDONLY); return 0; }
+int nvmlShutdown(void) { if (!users) return 1; if (!--users) { close(device); device = -1; } return 0; }
+int held(void) { return device; }
+"""
+    library = tmp_path / "libnvidia-ml.so.1"
+    (tmp_path / "nvml.c").write_text(source)
+    gcc = ["gcc", "-shared", "-fPIC", "-Wl,-soname,libnvidia-ml.so.1", "-o", str(library), str(tmp_path / "nvml.c")]
+    subprocess.run(gcc, check=True)
+    script = f"""
+import ctypes
+from vllmsnapshot_child import memory
+assert memory.close_nvml() == 0, "it is loaded by nobody, and not by us"
+assert "libnvidia-ml" not in open("/proc/self/maps").read()
+nvml = ctypes.CDLL({str(library)!r})
+for _ in range(3): nvml.nvmlInit_v2()
+assert nvml.held() >= 0
+assert memory.close_nvml() == 3
+assert nvml.held() == -1
+assert memory.close_nvml() == 0
+"""
+    subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": PATH}, check=True)
+
+
 # --- the worker extension ---
 
 
@@ -150,7 +213,8 @@ def test_large_parameters_and_the_kv_cache_are_dropped_once_each() -> None:
     large, small, key, value = Tensor(LARGE), Tensor(SMALL), Tensor(LARGE), Tensor(SMALL)
     tied = Tensor(LARGE, large.map)
     worker = Worker([large, tied, small], [(key, value)])
-    assert worker.vllmsnapshot_drop(True) == LARGE + LARGE + SMALL
+    assert worker.vllmsnapshot_drop(True) == (LARGE, LARGE + SMALL)
+    assert worker.vllmsnapshot_weight_bytes() == LARGE + SMALL
     assert large.map[:] == bytes(LARGE)
     assert key.map[:] == bytes(LARGE)
     assert value.map[:] == bytes(SMALL)
@@ -159,7 +223,7 @@ def test_large_parameters_and_the_kv_cache_are_dropped_once_each() -> None:
 
 def test_weights_can_be_kept() -> None:
     large, key = Tensor(LARGE), Tensor(LARGE)
-    assert Worker([large], [key]).vllmsnapshot_drop(False) == LARGE
+    assert Worker([large], [key]).vllmsnapshot_drop(False) == (0, LARGE)
     assert large.map[:] == b"\xaa" * LARGE
 
 

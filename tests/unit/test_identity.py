@@ -7,8 +7,9 @@ from typing import Any
 
 import pytest
 
-from vllmsnapshot.api.types import VLLMSnapshotSpec
+from vllmsnapshot.api.types import VLLMSnapshotSpec, Weights
 from vllmsnapshot.controller import pods
+from vllmsnapshot_child.weights import POLICIES
 
 BASE: dict[str, Any] = {
     "model": "m",
@@ -66,6 +67,9 @@ HERE = pods.template(VLLMSnapshotSpec.model_validate(BASE))
         ("podTemplate.spec.volumes.0.hostPath.path", "/elsewhere"),
         ("podTemplate.spec.securityContext", {"runAsUser": 1000}),
         ("podTemplate.spec.runtimeClassName", "nvidia"),
+        ("podTemplate.spec.securityContext.seccompProfile", {"type": "Localhost", "localhostProfile": "p"}),
+        ("capture.weights", "Keep"),
+        ("capture.weights", "Auto"),
     ],
 )
 def test_shapes_the_process(path: str, value: Any) -> None:
@@ -113,6 +117,12 @@ def test_rolls_the_pods_but_keeps_the_artifact(path: str, value: Any) -> None:
 )
 def test_changes_nothing_that_runs(path: str, value: Any) -> None:
     assert changed(path, value) == HERE, path
+
+
+def test_artifacts_with_and_without_weights_are_never_confused() -> None:
+    """Also what Auto made of it stays apart from both: another capture may decide otherwise."""
+    assert len({changed("capture.weights", word).identity for word in Weights}) == len(Weights) == 3
+    assert {word.value for word in Weights} == set(POLICIES), "the child's words"
 
 
 def test_absent_and_empty_are_the_same() -> None:

@@ -105,6 +105,43 @@ def test_plain_pod() -> None:
     assert env(pod)["GLOO_SOCKET_IFNAME"] == "lo"
 
 
+@pytest.mark.parametrize("weights", ["Discard", "Keep", "Auto"])
+def test_the_engine_is_told_what_to_do_with_the_weights(weights: str) -> None:
+    assert env(build(capture={"weights": weights}))[c.ENV_WEIGHTS] == weights
+
+
+GPUS = {"limits": {"nvidia.com/gpu": 1}}
+
+
+def test_a_replica_without_a_gpu_sees_none() -> None:
+    """CUDA images ask for all of them, and NVIDIA's runtime gives them where nobody says otherwise."""
+    assert env(build())["NVIDIA_VISIBLE_DEVICES"] == "void"
+    assert env(build(resources={"limits": {"nvidia.com/gpu": 0}}))["NVIDIA_VISIBLE_DEVICES"] == "void"
+
+
+@pytest.mark.parametrize(
+    "resources", [GPUS, {"limits": {"nvidia.com/mig-1g.10gb": 1}}, {"limits": {"nvidia.com/gpu.shared": "1"}}]
+)
+def test_which_gpu_a_replica_gets_is_the_device_plugins_to_say(resources: dict[str, Any]) -> None:
+    assert not env(build(resources=resources)).keys() & set(c.ENV_GPU_CHOICE)
+
+
+def test_a_pod_with_a_gpu() -> None:
+    pod = build(resources=GPUS, **overlay(runtimeClassName="nvidia"))
+    assert pod["spec"]["runtimeClassName"] == "nvidia"
+    assert pod["spec"]["tolerations"] == [{"key": "nvidia.com/gpu", "operator": "Exists", "effect": "NoSchedule"}]
+    assert engine(pod)["resources"] == GPUS
+    assert "hostIPC" not in pod["spec"]
+    # A dump that takes longer must not end the engine.
+    assert env(pod)["TORCH_NCCL_ENABLE_MONITORING"] == "0"
+
+
+def test_a_seccomp_profile_of_ones_own() -> None:
+    profile = {"type": "Localhost", "localhostProfile": "vllmsnapshot/no-io-uring.json"}
+    pod = build(**overlay(securityContext={"seccompProfile": profile}))
+    assert pod["spec"]["securityContext"] == {"seccompProfile": profile}
+
+
 def test_settings_carry_the_policy() -> None:
     pod = build(restore={"policy": "Require", "timeoutSeconds": 33, "maxConcurrentPerNode": 5}, capture={"policy": "Disabled"})
     assert json.loads(pod["metadata"]["annotations"][c.ANNOTATION_SETTINGS]) == {
@@ -226,7 +263,7 @@ def test_overlay() -> None:
     assert spec["initContainers"] == [{"name": "fetch", "image": "f"}]
     assert [item["name"] for item in spec["volumes"]] == [c.CONTROL_VOLUME, c.SCRATCH_VOLUME, "models", "fast", c.SHM_VOLUME]
     assert spec["volumes"][-1]["emptyDir"]["sizeLimit"] == "16Gi"
-    assert [item["key"] for item in spec["tolerations"]] == [pods.GPU, "dedicated"]
+    assert [item["key"] for item in spec["tolerations"]] == [c.GPU, "dedicated"]
     assert spec["imagePullSecrets"] == [{"name": "reg"}]
     assert spec["nodeSelector"] == {"gpu": "yes"}
     assert spec["securityContext"] == {"seccompProfile": {"type": "RuntimeDefault"}, "fsGroup": 5}
@@ -258,6 +295,8 @@ def test_a_token_only_for_an_account_that_is_named_and_asks(account: str | None,
         ({"containers": [{"name": "engine", "resources": {}}]}, "use spec.resources"),
         ({"containers": [{"name": "engine", "env": [{"name": "VLLMSNAPSHOT_PORT", "value": "1"}]}]}, "set by the operator"),
         ({"containers": [{"name": "engine", "env": [{"name": "VLLM_API_KEY", "value": "1"}]}]}, "frozen"),
+        ({"containers": [{"name": "engine", "env": [{"name": "NVIDIA_VISIBLE_DEVICES", "value": "all"}]}]}, "the device plugin"),
+        ({"containers": [{"name": "engine", "env": [{"name": "CUDA_VISIBLE_DEVICES", "value": "0"}]}]}, "the device plugin"),
         ({"containers": [{"name": "engine", "env": [{"value": "1"}]}]}, "needs a name"),
         ({"containers": [{"image": "x"}]}, "needs a name"),
         ({"containers": "x"}, "list of objects"),

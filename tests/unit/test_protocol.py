@@ -24,7 +24,15 @@ RELEASE = {"release": True, "host": None, "port": 8000}
 ORACLE = {"token_ids": [7], "text": " Paris", "sampled_token_logprob": -0.25, "prompt": "p"}
 GOOD: dict[type[Message], dict[str, Any]] = {
     protocol.Hello: {"protocol": 1, "versions": {"vllm": "0.32.0"}, "failed_restores": {"c": "CanaryMismatch: x"}},
-    protocol.Start: {"mode": "restore", "reason": "Usable", "content": "c", "timeout_s": 5.0, "message": "m", "attended": True},
+    protocol.Start: {
+        "mode": "restore",
+        "reason": "Usable",
+        "content": "c",
+        "timeout_s": 5.0,
+        "message": "m",
+        "attended": True,
+        "restore_bytes_per_s": 1 << 30,
+    },
     protocol.Hold: {"timeout_s": 30.0},
     protocol.Ready: {
         "token_ids": [7],
@@ -33,6 +41,8 @@ GOOD: dict[type[Message], dict[str, Any]] = {
         "more": [ORACLE],
         "bytes_freed": 5,
         "phases": {"engine_s": 1.5},
+        "weights": "Keep",
+        "weights_reason": "capture.weights is Keep",
         "protocol": 1,
     },
     # Kubernetes allows more in the name of a variable than a shell does.
@@ -267,6 +277,8 @@ def test_a_bad_release_marker_is_refused(control: int, tmp_path: Path, raw: byte
         (protocol.Start, "mode", "warm"),
         (protocol.Start, "mode", None),
         (protocol.Start, "attended", 1),
+        (protocol.Start, "restore_bytes_per_s", -1),
+        (protocol.Start, "restore_bytes_per_s", 1.5),
         (protocol.Start, "timeout_s", 0),
         (protocol.Start, "timeout_s", 86401),
         (protocol.Start, "timeout_s", 10**400),

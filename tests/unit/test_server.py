@@ -19,7 +19,7 @@ import pytest
 from tests.unit.child_harness import PATH, alive, free_port, until
 from vllmsnapshot_child import engine as engines
 from vllmsnapshot_child import oracle, protocol
-from vllmsnapshot_child.engine import EngineError
+from vllmsnapshot_child.engine import Dropped, EngineError, Reload
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import EXIT_CODES, Oracle, ProtocolError, Reason
 from vllmsnapshot_child.server import Control, Options, Server, bind, parse_options
@@ -29,6 +29,9 @@ RELEASE = {"release": True, "host": "127.0.0.1", "port": 1}
 
 class Recorder:
     """An engine that notes what it is told. `answers` are used up from the front; then the usual one is given."""
+
+    weights_on_device = False
+    barrier: bool | None = None  # what it was created for
 
     def __init__(self, control: Path) -> None:
         self.control = control
@@ -59,12 +62,13 @@ class Recorder:
     async def prebuild(self) -> None:
         self.note("prebuild")
 
-    async def release_state(self) -> int:
+    async def release_state(self, *, weights: bool) -> Dropped:
         self.note("release")
-        return 1 << 20
+        return Dropped(weights=1 << 19 if weights else 0, rest=1 << 19)
 
-    async def restore_state(self) -> None:
+    async def restore_state(self) -> Reload:
         self.note("restore")
+        return Reload(seconds=0.25)
 
     async def park(self) -> list[str]:
         self.note("park")
@@ -102,7 +106,11 @@ class Case:
         self.engine.release = json.dumps({**RELEASE, "port": self.port}).encode()
         options = {"ready_file": str(directory / protocol.READY), "release_file": str(directory / protocol.RELEASE), **options}
         self.options = Options(**options)
-        self.server = Server(self.options, Control(self.options), lambda args: self.engine)
+        self.server = Server(self.options, Control(self.options), self.create)
+
+    def create(self, args: list[str], *, barrier: bool) -> Recorder:
+        self.engine.barrier = barrier
+        return self.engine
 
     async def run(self) -> None:
         await self.server.run()
@@ -134,6 +142,7 @@ MORE = ["more"] * len(oracle.MORE)
 
 async def test_the_order_of_the_barrier(case: Case) -> None:
     await case.run()
+    assert case.engine.barrier is True
     assert case.engine.calls == [
         *("start", "canary", *MORE),
         *("release", "restore", "canary", *MORE, "prebuild", "release", "park", "trim"),
@@ -147,6 +156,7 @@ async def test_ready_says_what_vllms_child_says_and_more(case: Case) -> None:
     assert (ready["token_ids"], ready["text"], ready["sampled_token_logprob"]) == ([1], "yes", -0.5)
     assert [m["prompt"] for m in ready["more"]] == [p.text for p in oracle.MORE]
     assert (ready["incarnation"], ready["protocol"], ready["bytes_freed"]) == ("here", 1, 1 << 20)
+    assert ready["weights"] == "Discard"
     assert {"import_s", "engine_s", "canary_s", "release_s", "rehearsal_s", "prebuild_s"} <= set(ready["phases"])
 
 
@@ -170,6 +180,7 @@ async def test_unattended_there_is_no_barrier(tmp_path: Path) -> None:
     case = Case(tmp_path, unattended=True, host="127.0.0.1", port=free_port())
     await case.run()
     assert case.engine.calls == ["start", "canary", "serve"]
+    assert case.engine.barrier is False
     assert not (tmp_path / protocol.READY).exists()
     assert case.file(protocol.SERVING)["port"] == case.options.port
 
@@ -364,7 +375,7 @@ def test_a_bad_command_line(argv: list[str]) -> None:
 def test_an_engine_that_is_not_there(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
     monkeypatch.setenv(engines.ENGINE, name or ":")
     with pytest.raises(EngineError) as e:
-        engines.load([])
+        engines.load([], barrier=True)
     assert e.value.reason == Reason.BAD_ARGUMENTS
 
 

@@ -24,7 +24,7 @@ from typing import Any, Final
 from ..api.constants import Reason
 from . import identity, namespaces, staging
 from .accelerator import MEMORY_USED, Accelerator
-from .containers import Container, Mount, Process, descendants, resume_all
+from .containers import Container, Mount, Process, descendants, memory_limit, resume_all
 from .criu import Criu, CriuError
 from .errors import AgentError, CaptureError, StoreError, disk_reason, is_full
 from .staging import Copy, Staged, StagingError
@@ -34,6 +34,9 @@ log = logging.getLogger(__name__)
 
 DISK_MARGIN: Final = 256 << 20
 """Bytes to leave free beside an artifact: a full disk evicts pods."""
+
+MEMORY_MARGIN: Final = 128 << 20
+"""Bytes of the memory limit to leave beside what comes from a GPU: page tables, and what the driver needs for the copy."""
 
 SKIP_NAMES: Final = frozenset({"__pycache__"})
 """Of changed files of the root file system: Python makes them again, and nobody maps them."""
@@ -121,7 +124,9 @@ def capture(
             tree = preflight(container, request, stack, accelerator)
             recorded = accelerator.record(tree.processes, timeout_s=_left(deadline))
             # What is on the device moves into the memory of the processes.
-            _check_space(tree.estimate + int(recorded.get(MEMORY_USED, 0)), request.max_bytes, store)
+            on_device = int(recorded.get(MEMORY_USED, 0))
+            check_memory(sum(p.rss_bytes for p in tree.processes), on_device, memory_limit(container, criu.cgroup_root))
+            _check_space(tree.estimate + on_device, request.max_bytes, store)
             draft = stack.enter_context(store.draft(request.content))
             work = stack.enter_context(store.work_dir())
             mounts = container.mounts()
@@ -227,6 +232,19 @@ def preflight(container: Container, request: CaptureRequest, stack: contextlib.E
         sources=sources,
         estimate=sum(p.rss_bytes for p in processes) + sum(s.bytes for s in sources),
     )
+
+
+def check_memory(in_memory: int, on_device: int, limit: int | None) -> None:
+    """Insist that what is on a device fits into the container's memory (all in bytes). Raises CaptureError.
+
+    Beyond its limit the kernel would end the engine in the midst of the checkpoint, which plain vLLM would not have done to it.
+    """
+    if on_device and limit is not None and in_memory + on_device + MEMORY_MARGIN > limit:
+        raise CaptureError(
+            Reason.INSUFFICIENT_MEMORY,
+            f"{on_device} bytes on the GPU move into the memory of the engine, which takes {in_memory} bytes; the container's memory "
+            f"limit is {limit}: raise it, or leave the weights out (capture.weights: Discard)",
+        )
 
 
 def has_capability(number: int, proc: Path = Path("/proc")) -> bool:

@@ -367,6 +367,28 @@ def resume_all(container: Container) -> int:
     return count
 
 
+def memory_limit(container: Container, cgroup_root: Path) -> int | None:
+    """The container's memory limit (bytes), or None if it has none or it cannot be read."""
+    mounts = [
+        m for m in parse_mountinfo((container.proc / "self/mountinfo").read_text()) if Path(m.point).is_relative_to(cgroup_root)
+    ]
+    limits = []
+    for line in container.text("cgroup").splitlines():
+        _, names, path = line.split(":", 2)
+        for mount in mounts:
+            if mount.kind == "cgroup2" and not names:
+                file = "memory.max"
+            elif mount.kind == "cgroup" and "memory" in names.split(",") and "memory" in mount.options:
+                file = "memory.limit_in_bytes"
+            else:
+                continue
+            with contextlib.suppress(OSError, ValueError):
+                inside = path[len(mount.root) :] if mount.root != "/" and path.startswith(mount.root) else path
+                limits.append(int((Path(mount.point) / inside.lstrip("/") / file).read_text()))
+    # v1 says "no limit" as the largest multiple of the page size.
+    return min((x for x in limits if x < 1 << 60), default=None)
+
+
 def set_last_pid(pidfd: int, last_pid: int, *, timeout_s: float) -> None:
     """Have the next process of a PID namespace (that of `pidfd`) get a PID above this. Raises OSError, TimeoutError.
 

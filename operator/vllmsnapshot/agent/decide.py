@@ -110,6 +110,7 @@ class View:
     blocked: Mapping[str, str] = field(default_factory=dict)
     ages: Mapping[str, float] = field(default_factory=dict)
     """Seconds since each control file was written, by a clock that nobody sets (see `reconcile.Ages`)."""
+    restore_bytes_per_s: int | None = None  # of this node, from the ledger
 
     def attempt(self) -> tuple[str, Attempt] | None:
         """The restore of the present incarnation, if one was begun."""
@@ -546,4 +547,5 @@ def _start(v: View, mode: str, reason: str, message: str, *, attended: bool = Fa
         attended=attended,
         content=content,
         timeout_s=float(v.pod.settings.restore_timeout_seconds),
+        restore_bytes_per_s=v.restore_bytes_per_s if attended else None,
     )

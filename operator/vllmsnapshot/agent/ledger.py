@@ -3,6 +3,8 @@
 One JSON file per content below the artifact store, written whole (fsync, rename) before the deed that it announces or
 records. `status.restores` and the conditions of the content are copies of it. An entry has the key (pod, incarnation), so that
 recording the same thing twice changes nothing.
+
+One more file holds how much restores on this node moved in which time: it belongs to the node and outlives the contents.
 """
 
 from __future__ import annotations
@@ -25,6 +27,12 @@ Outcome = Literal["pending", "succeeded", "failed", "aborted"]
 
 KEEP = 64
 """Finished restores remembered per content; the counts do not depend on them."""
+
+SPEEDS = "_restores.json"
+"""File of the node's own figures. No content can be called so: names of objects do not start with an underscore."""
+
+SPEEDS_KEPT = 16
+"""Restores that count for the node's throughput: enough to even out one that met another load, few enough to follow a new disk."""
 
 QUARANTINE_AT_ONCE = (Reason.CANARY_MISMATCH, Reason.ARTIFACT_CORRUPT)
 """Failures that prove the artifact bad: no second try."""
@@ -89,6 +97,7 @@ class Ledger:
     settled: Callable[[str, str], None] = lambda _outcome, _reason: None
     _entries: dict[str, Entry] = field(default_factory=dict)
     _unsaved: set[str] = field(default_factory=set)  # contents whose entry the disk refused
+    _speeds: tuple[tuple[int, float], ...] = ()  # bytes and seconds of the last restores, oldest first
     _lock: threading.RLock = field(default_factory=threading.RLock)
 
     def load(self) -> None:
@@ -96,6 +105,9 @@ class Ledger:
         os.makedirs(self.directory, mode=0o700, exist_ok=True)
         for file in os.listdir(self.directory):
             path = os.path.join(self.directory, file)
+            if file == SPEEDS:
+                self._speeds = _read_speeds(path)
+                continue
             if not file.endswith(".json"):
                 with contextlib.suppress(OSError):
                     os.unlink(path)  # a half-written temporary
@@ -139,13 +151,17 @@ class Ledger:
                 self.wrote(f"ledger {content}")
 
     def _write(self, content: str, entry: Entry) -> None:
+        self._store(f"{content}.json", asdict(entry))
+        self._unsaved.discard(content)
+
+    def _store(self, name: str, value: Any) -> None:
         tmp = os.path.join(self.directory, f".{secrets.token_hex(6)}.tmp")
         try:
             with open(tmp, "w", encoding="utf-8") as f:
-                json.dump(asdict(entry), f)
+                json.dump(value, f)
                 f.flush()
                 os.fsync(f.fileno())
-            os.rename(tmp, os.path.join(self.directory, f"{content}.json"))
+            os.rename(tmp, os.path.join(self.directory, name))
         except OSError:
             # A full disk refuses again and again: nothing may pile up.
             with contextlib.suppress(OSError):
@@ -156,7 +172,6 @@ class Ledger:
             os.fsync(fd)
         finally:
             os.close(fd)
-        self._unsaved.discard(content)
 
     def adopt(self, content: str, uid: str, *, succeeded: int, failed: int, consecutive: int, last_failure: str) -> None:
         """Go on from the counts in a content's status, where the disk remembers nothing of it (a store that was replaced)."""
@@ -174,6 +189,24 @@ class Ledger:
             self._unsaved.discard(content)
             with contextlib.suppress(FileNotFoundError):
                 os.unlink(os.path.join(self.directory, f"{content}.json"))
+
+    # --- the node's throughput ---
+
+    def moved(self, size: int, seconds: float) -> None:
+        """Note a restore that put a tree back: bytes of memory, and seconds from the first to the last of them. Raises OSError."""
+        if size <= 0 or not 0 < seconds < 86400:
+            return
+        with self._lock:
+            self._speeds = (*self._speeds, (size, round(seconds, 4)))[-SPEEDS_KEPT:]
+            self._store(SPEEDS, self._speeds)
+
+    def restore_bytes_per_s(self) -> int | None:
+        """What the last restores moved, all together; None if there was none.
+
+        The fixed costs of a restore are in it, so where only small artifacts were restored it says less than the disk can do.
+        """
+        speeds = self._speeds
+        return round(sum(size for size, _ in speeds) / sum(seconds for _, seconds in speeds)) if speeds else None
 
     # --- restores ---
 
@@ -286,6 +319,15 @@ def _entry(raw: dict[str, Any]) -> Entry:
 
 
 _ATTEMPT = frozenset(f.name for f in fields(Attempt))
+
+
+def _read_speeds(path: str) -> tuple[tuple[int, float], ...]:
+    try:
+        with open(path, encoding="utf-8") as f:
+            speeds = tuple((int(size), float(seconds)) for size, seconds in json.load(f))
+    except (OSError, ValueError, TypeError, RecursionError):
+        return ()
+    return tuple(x for x in speeds if x[0] > 0 and 0 < x[1] < 86400)[-SPEEDS_KEPT:]
 
 
 def _quarantined(entry: Entry, reason: str, message: str) -> Entry:

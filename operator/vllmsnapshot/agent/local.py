@@ -121,7 +121,7 @@ class LocalOps:
             # Asked with the container pinned: what `wanted` finds true of it stays true of this one.
             request = restore.RestoreRequest(content=content, timeout_s=timeout_s, wanted=wanted)
             result = restore.restore(container, request, self.store, self._criu, self._accelerator)
-            return Revived(pid=result.pid, phases=result.phases)
+            return Revived(pid=result.pid, bytes=result.manifest.memory_bytes, phases=result.phases)
 
     def clear(self, pod: PodRef) -> None:
         """Kill everything in the container but PID 1 and wait until it is gone."""
@@ -162,6 +162,8 @@ class LocalOps:
                     "snapshot_uid": order.snapshot_uid,
                     "oracle": oracle.to_dict(),
                     "foreign": foreign,
+                    "weights": order.weights,
+                    "weights_reason": order.weights_reason,
                 },
             )
             with self._ended_if_lost(container):
@@ -204,4 +206,6 @@ def _stored(manifest: Manifest) -> Stored:
         phases=manifest.phases,
         environment=manifest.environment,
         foreign=extra.get("foreign") is True,
+        weights=str(extra.get("weights", "")),
+        weights_reason=str(extra.get("weights_reason", "")),
     )

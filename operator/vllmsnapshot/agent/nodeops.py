@@ -35,6 +35,8 @@ class Order:
     timeout_s: float
     max_bytes: int | None = None
     host_network: bool = False
+    weights: str = ""  # Discard or Keep, as the engine says, and why
+    weights_reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -50,13 +52,16 @@ class Stored:
     phases: Mapping[str, float] = field(default_factory=dict)
     environment: Mapping[str, str] = field(default_factory=dict)
     foreign: bool = False  # the captured server is vLLM's own, which writes no serving.json
+    weights: str = ""
+    weights_reason: str = ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Revived:
-    """A tree that CRIU has put back: its root in the container's PID namespace, and seconds per phase."""
+    """A tree that CRIU has put back: its root in the container's PID namespace, the memory it takes, and seconds per phase."""
 
     pid: int
+    bytes: int = 0
     phases: Mapping[str, float] = field(default_factory=dict)
 
 

@@ -32,7 +32,7 @@ from .decide import Candidate, Pod, View, next_step
 from .errors import RestoreError, StoreError, disk_reason
 from .ledger import Ledger
 from .metrics import Metrics
-from .nodeops import Digested, Health, NodeOps, Order, Stored, explain
+from .nodeops import Digested, Health, NodeOps, Order, Revived, Stored, explain
 from .outbox import Outbox
 from .slots import Slots
 from .verify import Checks
@@ -220,6 +220,7 @@ class Pods:
             incapable=obstacle,
             attempts=tuple(n.ledger.attempts(uid)),
             blocked=n.ledger.blocked(uid),
+            restore_bytes_per_s=n.ledger.restore_bytes_per_s(),
         )
 
     async def settle(self, uid: str) -> float | None:
@@ -312,6 +313,7 @@ class Pods:
                 content.oracle,
             )
             n.wrote("restored.json")
+            await self._try(n.thread(self._moved, revived), "note the throughput of the restore")
             return None
         finally:
             self.slots.leave(ref.uid)
@@ -338,6 +340,11 @@ class Pods:
                 raise RestoreError(Reason.RESTORE_DIED, "the container started over during the restore")
 
         return check
+
+    def _moved(self, revived: Revived) -> None:
+        # Without the digests, which are compared once per boot.
+        seconds = revived.phases.get("restore", 0.0) - revived.phases.get("verify", 0.0)
+        self.node.ledger.moved(revived.bytes, seconds)
 
     def _write_restored(self, uid: str, message: Restored, phases: dict[str, float], oracle: Oracle | None) -> None:
         with protocol.open_dir(control_path(self.node.kubelet_dir, uid)) as fd:
@@ -420,6 +427,8 @@ class Pods:
             timeout_s=float(spec.timeout_seconds),
             max_bytes=spec.max_artifact_bytes,
             host_network=v.pod.host_network,
+            weights=ready.weights,
+            weights_reason=ready.weights_reason[:1000],
         )
         marker = self._marker(v)
         loop = asyncio.get_running_loop()

@@ -19,6 +19,7 @@ from ..api import constants as c
 from ..api.constants import Reason
 from ..api.types import (
     ArtifactRecord,
+    ArtifactWeights,
     Condition,
     HeldArtifact,
     PodReport,
@@ -258,7 +259,14 @@ def content_status(
         _set(conditions, c.FAILED, failed[0], failed[1], now)
     elif not settled and stored is not None:
         _set(conditions, c.CAPTURED, Reason.CAPTURED, f"{stored.bytes} bytes", now)
-        artifact = ArtifactRecord(bytes=stored.bytes, digest=stored.digest[:128], captured_at=stored.captured_at)
+        artifact = ArtifactRecord(
+            bytes=stored.bytes,
+            digest=stored.digest[:128],
+            captured_at=stored.captured_at,
+            # The engine's own words: what is none of the two would make the whole status unacceptable.
+            weights=ArtifactWeights(stored.weights) if stored.weights in list(ArtifactWeights) else None,
+            weights_reason=stored.weights_reason[:1024] or None,
+        )
         phases = {str(k)[:63]: duration(x) for k, x in list(stored.phases.items())[:32]}
         environment = {str(k)[:63]: str(x)[:1024] for k, x in list(stored.environment.items())[:64]}
     if entry.quarantined is not None:

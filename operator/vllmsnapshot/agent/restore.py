@@ -14,7 +14,7 @@ from typing import Final
 from ..api.constants import Reason
 from . import identity, namespaces, staging
 from .accelerator import UUID, Accelerator
-from .containers import Container, kill_all, parse_mountinfo
+from .containers import Container, kill_all, memory_limit
 from .criu import Criu, CriuError
 from .errors import AgentError, RestoreError, is_full
 from .staging import Staged, sweep
@@ -191,28 +191,6 @@ def _stdio(container: Container, manifest: Manifest, stack: contextlib.ExitStack
             )
         inherit[name] = fd
     return inherit
-
-
-def memory_limit(container: Container, cgroup_root: Path) -> int | None:
-    """The container's memory limit (bytes), or None if it has none or it cannot be read."""
-    mounts = [
-        m for m in parse_mountinfo((container.proc / "self/mountinfo").read_text()) if Path(m.point).is_relative_to(cgroup_root)
-    ]
-    limits = []
-    for line in container.text("cgroup").splitlines():
-        _, names, path = line.split(":", 2)
-        for mount in mounts:
-            if mount.kind == "cgroup2" and not names:
-                file = "memory.max"
-            elif mount.kind == "cgroup" and "memory" in names.split(",") and "memory" in mount.options:
-                file = "memory.limit_in_bytes"
-            else:
-                continue
-            with contextlib.suppress(OSError, ValueError):
-                inside = path[len(mount.root) :] if mount.root != "/" and path.startswith(mount.root) else path
-                limits.append(int((Path(mount.point) / inside.lstrip("/") / file).read_text()))
-    # v1 says "no limit" as the largest multiple of the page size.
-    return min((x for x in limits if x < 1 << 60), default=None)
 
 
 def _roll_back(container: Container, manifest: Manifest, accelerator: Accelerator) -> None:

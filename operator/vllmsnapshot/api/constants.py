@@ -71,6 +71,11 @@ ENV_PORT: Final = "VLLMSNAPSHOT_PORT"
 ENV_HOST: Final = "VLLMSNAPSHOT_HOST"
 ENV_MODEL: Final = "VLLMSNAPSHOT_MODEL"
 ENV_REVISION: Final = "VLLMSNAPSHOT_REVISION"
+ENV_WEIGHTS: Final = "VLLMSNAPSHOT_WEIGHTS"
+ENV_GPU_CHOICE: Final = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
+"""Which GPUs a container gets and a process sees. The device plugin's to set: what a pod says itself would override it."""
+GPU: Final = "nvidia.com/gpu"
+"""Resource of the device plugin: one whole GPU each."""
 ENV_RESERVED_PREFIX: Final = "VLLMSNAPSHOT_"
 
 # --- conditions ------------------------------------------------------------------------------------------------------

@@ -106,9 +106,22 @@ class DeletionPolicy(StrEnum):
 
 
 class Weights(StrEnum):
-    """Whether the weights are in the artifact. Discard: released before the dump, read again from the model on restore."""
+    """Whether the weights are in the artifact.
+
+    Discard: released before the dump, read again from the model after a restore. Keep: part of the artifact. Auto: one of the two,
+    by what was measured (the rule is in `vllmsnapshot_child/weights.py`).
+    """
 
     DISCARD = "Discard"
+    KEEP = "Keep"
+    AUTO = "Auto"
+
+
+class ArtifactWeights(StrEnum):
+    """As Weights, for an artifact that is there."""
+
+    DISCARD = "Discard"
+    KEEP = "Keep"
 
 
 class EnvVar(Model):
@@ -207,7 +220,13 @@ class Capture(Model):
         int | None,
         Field(ge=1 << 20, description="A larger artifact is refused before it is written. Unset: only disk space limits."),
     ] = None
-    weights: Annotated[Weights, Field(description="Discard: weights are read from the model again on restore.")] = Weights.DISCARD
+    weights: Annotated[
+        Weights,
+        Field(
+            description="Discard: weights are read from the model again after a restore. Keep: they are part of the artifact, which "
+            "is larger by them. Auto: kept where restores on the node are quicker with them, by what was measured there."
+        ),
+    ] = Weights.DISCARD
     seed_timeout_seconds: Annotated[
         int,
         Field(
@@ -502,6 +521,8 @@ class ArtifactRecord(Model):
         str, StringConstraints(max_length=128), Field(description="sha256 of the manifest, which lists a digest per file.")
     ]
     captured_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
+    weights: Annotated[ArtifactWeights | None, Field(description="Whether the weights are in it.")] = None
+    weights_reason: Annotated[ShortText | None, Field(description="Why, with the figures that decided.")] = None
 
 
 class RestoreCounts(Model):

@@ -14,6 +14,7 @@ from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
+from vllmsnapshot_child.environment import DEFAULTS
 from vllmsnapshot_child.protocol import CONTROL_DIR, PROTOCOL_VERSION
 
 from ..api import constants as c
@@ -36,8 +37,6 @@ ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - of the pod
 SHM_LIMIT = "2Gi"
 """Limit of /dev/shm. What is written there counts as the container's memory; one rank needs little of it."""
 
-GPU = "nvidia.com/gpu"
-
 MAX_PREFERRED_NODES = 32
 """Node preferences put into a pod: enough to find an artifact, few enough to keep the object small."""
 
@@ -51,18 +50,7 @@ FIXED_ENV: Mapping[str, str] = {
     "VLLM_CONFIG_ROOT": f"{SCRATCH_DIR}/.config/vllm",
     "TRITON_CACHE_DIR": f"{SCRATCH_DIR}/.cache/triton",
     "TORCHINDUCTOR_CACHE_DIR": f"{SCRATCH_DIR}/.cache/inductor",
-    "VLLM_RPC_BASE_PATH": SCRATCH_DIR,
-    # Sockets on the loopback only: an image that holds the pod's address restores in no other pod.
-    "GLOO_SOCKET_IFNAME": "lo",
-    "NCCL_SOCKET_IFNAME": "lo",
-    "VLLM_HOST_IP": "127.0.0.1",
-    "NCCL_IB_DISABLE": "1",
-    # One process holds engine and server: fewer sockets between them, one tree to freeze.
-    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-    # Nothing that opens a connection by itself.
-    "VLLM_NO_USAGE_STATS": "1",
-    "DO_NOT_TRACK": "1",
-    "HF_HUB_DISABLE_TELEMETRY": "1",
+    **DEFAULTS,
 }
 """Environment of every engine; spec.env and the overlay win. HF_HUB_OFFLINE is not among it: a model that is named by its hub
 name could never be downloaded then. Whoever mounts the model sets it."""
@@ -210,9 +198,17 @@ def _common_labels(claim: Claim, component: str) -> dict[str, str]:
 
 def environment(spec: VLLMSnapshotSpec, port: int) -> list[Object]:
     """The engine's environment: the operator's own names, the fixed ones, spec.env, the overlay's; the last of a name wins."""
-    own: Object = {c.ENV_MODEL: spec.model, c.ENV_PORT: str(port), c.ENV_HOST: ALL_ADDRESSES}
+    own: Object = {
+        c.ENV_MODEL: spec.model,
+        c.ENV_PORT: str(port),
+        c.ENV_HOST: ALL_ADDRESSES,
+        c.ENV_WEIGHTS: spec.capture.weights.value,
+    }
     if spec.revision:
         own[c.ENV_REVISION] = spec.revision
+    if not _asks_for(spec, "nvidia.com/"):
+        # CUDA images say `all`: where NVIDIA's runtime is the default one, a replica that asked for no GPU would get every GPU.
+        own[c.ENV_GPU_CHOICE[0]] = "void"
     merged: dict[str, Object] = {name: {"name": name, "value": value} for name, value in {**own, **FIXED_ENV}.items()}
     user = [item.dump() for item in spec.env or []]
     extra = _named(_engine_overlay(_overlay(spec)).get("env"), f"{_ENGINE}.env")
@@ -295,8 +291,8 @@ def _pod_spec(spec: VLLMSnapshotSpec, overlay: Object, port: int, prefer: list[s
     }
     if host_network:
         result |= {"hostNetwork": True, "dnsPolicy": "ClusterFirstWithHostNet"}
-    if _wants_gpu(spec):
-        result["tolerations"] = [{"key": GPU, "operator": "Exists", "effect": "NoSchedule"}]
+    if _asks_for(spec, c.GPU):
+        result["tolerations"] = [{"key": c.GPU, "operator": "Exists", "effect": "NoSchedule"}]
     if prefer:
         # By field, not by label: kubernetes.io/hostname may differ from the node's name. One value per field is allowed.
         result["affinity"] = {
@@ -332,9 +328,10 @@ def _only_on(spec: Object, nodes: list[str]) -> Object:
     return {**spec, "affinity": {**affinity, "nodeAffinity": node}}
 
 
-def _wants_gpu(spec: VLLMSnapshotSpec) -> bool:
+def _asks_for(spec: VLLMSnapshotSpec, prefix: str) -> bool:
+    """Whether a resource whose name begins so is asked for."""
     sides = (spec.resources.limits, spec.resources.requests) if spec.resources else ()
-    return any(str((side or {}).get(GPU, "0")) != "0" for side in sides)
+    return any(name.startswith(prefix) and str(amount) != "0" for side in sides for name, amount in (side or {}).items())
 
 
 def _engine(spec: VLLMSnapshotSpec, overlay: Object, port: int) -> Object:
@@ -422,6 +419,8 @@ def _check_env(item: Object) -> None:
     name = item["name"]
     if name.startswith(c.ENV_RESERVED_PREFIX) and name not in ENV_ALLOWED:
         raise OverlayError(f"{_ENGINE}.env: {name}: names that start with {c.ENV_RESERVED_PREFIX} are set by the operator")
+    if name in c.ENV_GPU_CHOICE:
+        raise OverlayError(f"{_ENGINE}.env: {name}: the device plugin chooses the GPU; use spec.resources")
     if name == "VLLM_API_KEY":
         raise OverlayError(f"{_ENGINE}.env: {name} would be frozen into the artifact; authenticate in front of the Service")
 

@@ -41,7 +41,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
 from vllmsnapshot_child import memory
-from vllmsnapshot_child.engine import EngineError
+from vllmsnapshot_child.engine import Dropped, EngineError, Reload
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import Oracle, Reason
 
@@ -83,11 +83,14 @@ def helper(path: str, shared_name: str, size: int) -> None:
 class SmallEngine:
     """Implements `vllmsnapshot_child.engine.Engine`."""
 
+    weights_on_device = False
+
     def __init__(self, options: argparse.Namespace) -> None:
         self.options = options
         self.size = options.memory_mib * MIB
         self.phase = "start"
         self.released = False
+        self.dropped = False
         self.requests = 0
         self.lock = threading.Lock()
         self.jobs: queue.Queue[tuple[bytes, queue.Queue[int | None]]] = queue.Queue()
@@ -127,15 +130,21 @@ class SmallEngine:
     async def prebuild(self) -> None:
         self.fault("prebuild")
 
-    async def release_state(self) -> int:
+    async def release_state(self, *, weights: bool) -> Dropped:
         self.fault("release")
+        self.dropped = weights
+        if not weights:
+            return Dropped()
         self.weights.madvise(mmap.MADV_DONTNEED)
-        return len(self.weights)
+        return Dropped(weights=len(self.weights))
 
-    async def restore_state(self) -> None:
+    async def restore_state(self) -> Reload:
         self.phase = "reload" if self.released else "prebuild"
         self.fault("reload" if self.released else "rehearsal")
-        self.weights[:] = self.checkpoint()
+        began = time.monotonic()
+        if self.dropped:
+            self.weights[:] = self.checkpoint()
+        return Reload(seconds=time.monotonic() - began if self.dropped else 0.0)
 
     async def park(self) -> list[str]:
         self.fault("park")
