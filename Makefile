@@ -53,8 +53,9 @@ lint: venv ## ruff, mypy --strict, import layers, shell scripts
 	$(VENV)/bin/lint-imports
 
 .PHONY: generate
-generate: venv ## Regenerate the CRDs, the chart's copy and the plain manifests
+generate: venv ## Regenerate CRDs, manifests, the chart's README and dashboard, the reference pages
 	$(PY) -m vllmsnapshot.api.crd deploy/crds
+	$(PY) -m tools.generate
 	HELM="$$($(PY) -c 'from tests.chart import helm; print(helm())')" $(PY) deploy/manifests/generate.py
 
 .PHONY: lock

@@ -33,13 +33,35 @@ MATRIX: dict[str, Object] = {
         "operator": {"serviceAccount": {"create": False, "name": "mine-operator"}},
         "agent": {"serviceAccount": {"create": True, "name": "mine-agent", "annotations": {"example.com/role": "agent"}}},
     },
+    "no-metrics": {"metrics": {"enabled": False}},
+    "monitoring": {
+        "monitoring": {
+            "serviceMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "1m30s"},
+            "podMonitor": {"enabled": True, "labels": {"release": "prometheus"}, "interval": "5s"},
+            "prometheusRule": {
+                "enabled": True,
+                "labels": {"release": "prometheus"},
+                "runbookUrl": "https://docs.example/runbook/",
+            },
+            "dashboard": {"enabled": True, "labels": {"grafana": "yes"}, "annotations": {"grafana_folder": "Inference"}},
+        }
+    },
+    "network-policy": {"networkPolicy": {"enabled": True}},
+    "network-policy-with-peers": {
+        "networkPolicy": {
+            "enabled": True,
+            "metricsFrom": [{"namespaceSelector": {"matchLabels": {"kubernetes.io/metadata.name": "monitoring"}}}],
+            "apiServerPorts": [6443],
+        }
+    },
+    "never-evict": {"operator": {"podDisruptionBudget": {"enabled": True, "maxUnavailable": 0}}},
     "long-names": {"fullnameOverride": "a-name-that-is-as-long-as-the-schema-of-the-chart0", "nameOverride": "renamed"},
     "everything": {
         "commonLabels": {"example.com/team": "inference", "example.com/number": "1"},
         "imagePullSecrets": [{"name": "registry"}],
+        "logging": {"format": "json"},
         "operator": {
             "logLevel": "DEBUG",
-            "logFormat": "json",
             "healthPort": 18080,
             "nodeSelector": {"kubernetes.io/os": "linux"},
             "tolerations": [{"operator": "Exists"}],

@@ -26,3 +26,8 @@ def total(found: Samples, name: str, **labels: str) -> float:
 def by(found: Samples, name: str, label: str) -> Mapping[str, float]:
     """The samples of this name, by one label."""
     return {dict(have)[label]: value for (sample, have), value in found.items() if sample == name}
+
+
+def counted(found: Samples, name: str, label: str) -> Mapping[str, float]:
+    """As `by`, without what has not happened."""
+    return {have: value for have, value in by(found, name, label).items() if value}

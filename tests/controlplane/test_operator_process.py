@@ -16,6 +16,7 @@ import pytest
 
 from tests.cluster import Cluster
 from tests.controlplane.scripted_agent import World, delete_all
+from vllmsnapshot import logs
 from vllmsnapshot.controller.app import Operator, Options
 from vllmsnapshot.kube import CONTENTS, NODES, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, Kube, Object
 
@@ -214,13 +215,15 @@ async def test_the_command_ends_with_sigterm_and_exit_status_0(cluster: Cluster,
         "18080",
         "--log-format",
         "json",
+        "--log-level",
+        "DEBUG",
     ]
     command = cluster.exec_command(
         ["env", f"PYTHONPATH={ROOT}/operator:{ROOT}/child", sys.executable, "-m", "vllmsnapshot.controller.app", *flags]
     )
     process = await asyncio.create_subprocess_exec(*command, stderr=asyncio.subprocess.PIPE, stdin=asyncio.subprocess.DEVNULL)
     assert process.stderr is not None
-    await apply(world.kube, replicas=1)
+    await apply(world.kube, replicas=1, env=[{"name": "TOKEN", "value": "not-for-logs"}])
     await until(world.kube, "smol", ready("1/1"))
     for pid in children_of(process.pid) or [process.pid]:
         os.kill(pid, signal.SIGTERM)
@@ -228,6 +231,8 @@ async def test_the_command_ends_with_sigterm_and_exit_status_0(cluster: Cluster,
         log = (await process.stderr.read()).decode()
         assert await process.wait() == 0, log
     lines = [json.loads(line) for line in log.splitlines()]
-    assert {"ts", "level", "logger", "msg"} <= lines[0].keys()
-    assert any("create pod smol-" in line["msg"] for line in lines)
+    assert all({"ts", "level", "logger", "msg", "component"} <= line.keys() <= logs.KEYS.keys() for line in lines)
+    (made,) = (line for line in lines if "create pod smol-" in line["msg"])
+    assert made["snapshot"] == "default/smol"
+    assert "not-for-logs" not in log
     assert not [line for line in lines if line["level"] in ("error", "critical")]

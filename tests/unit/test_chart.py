@@ -206,18 +206,82 @@ def test_the_agent_takes_its_paths_from_the_values() -> None:
     assert "priorityClassName" not in pod
 
 
+def test_the_test_pod_has_no_privileges_and_no_image_of_its_own(default: list[Object]) -> None:
+    pod = only(default, "Pod", "-test")
+    assert pod["metadata"]["annotations"]["helm.sh/hook"] == "test"
+    operator = workloads(default)["operator"]["spec"]["template"]["spec"]
+    spec = pod["spec"]
+    assert spec["serviceAccountName"] == operator["serviceAccountName"]
+    assert spec["securityContext"] == operator["securityContext"]
+    (mine,), (other,) = spec["containers"], operator["containers"]
+    assert (mine["image"], mine["securityContext"]) == (other["image"], other["securityContext"])
+    module = mine["command"][-1]
+    assert mine["command"] == ["python", "-m", module]
+    assert (ROOT / "operator" / Path(*module.split("."))).with_suffix(".py").exists()
+    # Nothing that chooses the operator's or the agents' pods chooses this one.
+    labels = pod["metadata"]["labels"].items()
+    assert not any(labels >= w["spec"]["selector"]["matchLabels"].items() for w in workloads(default).values())
+
+
+def test_plain_manifests_have_no_test_pod() -> None:
+    documents = yaml.safe_load_all((ROOT / "deploy" / "manifests" / "install.yaml").read_text())
+    assert "Pod" not in {document["kind"] for document in documents if document}
+
+
+@pytest.mark.parametrize("peers", [[], [{"namespaceSelector": {}}]])
+def test_network_policies(peers: list[Object]) -> None:
+    objects = render({"networkPolicy": {"enabled": True, "metricsFrom": peers}})
+    policies = of_kind(objects, "NetworkPolicy")
+    for component, workload in workloads(objects).items():
+        template = workload["spec"]["template"]
+        (policy,) = (
+            p for p in policies if template["metadata"]["labels"].items() >= p["spec"]["podSelector"]["matchLabels"].items()
+        )
+        ports = {port["name"] for container in template["spec"]["containers"] for port in container["ports"]}
+        assert sorted(policy["spec"]["policyTypes"]) == ["Egress", "Ingress"]
+        allowed = policy["spec"]["ingress"]
+        assert [rule["from"] for rule in allowed] == ([peers] if peers else [])
+        assert {port["port"] for rule in allowed for port in rule["ports"]} <= ports
+        api, *more = policy["spec"]["egress"]
+        assert {port["port"] for port in api["ports"]} == {443, 6443}
+        selected = [rule["to"][0]["podSelector"]["matchLabels"] for rule in more]
+        assert selected == ([{c.LABEL_ROLE: c.ROLE_REPLICA}] if component == "agent" else [])
+
+
+def test_the_disruption_budget_is_the_operators() -> None:
+    objects = render(MATRIX["never-evict"])
+    budget = only(objects, "PodDisruptionBudget")
+    labels = {name: w["spec"]["template"]["metadata"]["labels"].items() for name, w in workloads(objects).items()}
+    chosen = budget["spec"]["selector"]["matchLabels"].items()
+    assert [name for name, found in labels.items() if found >= chosen] == ["operator"]
+    assert budget["spec"]["maxUnavailable"] == 0
+
+
+def test_what_is_off_is_not_there(default: list[Object]) -> None:
+    kinds = {o["kind"] for o in default}
+    assert not kinds & {
+        "ServiceMonitor",
+        "PodMonitor",
+        "PrometheusRule",
+        "ConfigMap",
+        "NetworkPolicy",
+        "PodDisruptionBudget",
+        "Service",
+    }
+
+
 def environment(container: Object) -> dict[str, str]:
     """The container's environment as its process sees it (values of the downward API by a made-up text)."""
     return {e["name"]: e.get("value") or e["valueFrom"]["fieldRef"]["fieldPath"] for e in container["env"]}
 
 
 def test_the_agent_understands_its_environment() -> None:
-    values = {"agent": {"healthPort": 18081, "logLevel": "WARNING"}}
+    values = {"agent": {"healthPort": 18081, "logLevel": "WARNING"}, "logging": {"format": "json"}, "metrics": {"enabled": False}}
     pod = workloads(render(values))["agent"]["spec"]["template"]["spec"]
     (container,) = pod["containers"]
     config = agent_config.parse([], environment(container))
     assert config.node_name == "spec.nodeName"
-    assert (config.port, config.log_level) == (18081, "WARNING")
+    assert (config.port, config.log_level, config.log_format, config.metrics) == (18081, "WARNING", "json", "off")
     mounts = {m["name"]: m["mountPath"] for m in container["volumeMounts"]}
     assert (config.kubelet_dir, config.store_dir, config.cgroup_root) == (mounts["kubelet"], mounts["store"], mounts["cgroup"])
     assert f"/{config.criu_prefix.strip('/')} " in (ROOT / "Dockerfile.operator").read_text()
@@ -227,11 +291,15 @@ def test_the_agent_understands_its_environment() -> None:
 
 
 def test_the_operator_understands_its_environment() -> None:
-    values = {"operator": {"healthPort": 18080, "logLevel": "WARNING", "logFormat": "json"}}
+    values = {
+        "operator": {"healthPort": 18080, "logLevel": "WARNING"},
+        "logging": {"format": "json"},
+        "metrics": {"enabled": False},
+    }
     (container,) = workloads(render(values))["operator"]["spec"]["template"]["spec"]["containers"]
     found = operator_app.parse([], environment(container))
     assert found.agent_namespace == "metadata.namespace"
-    assert (found.health_port, found.log_level, found.log_json) == (18080, "WARNING", True)
+    assert (found.health_port, found.log_level, found.log_json, found.metrics) == (18080, "WARNING", True, False)
 
 
 def test_commands_are_entry_points(default: list[Object]) -> None:
@@ -331,23 +399,92 @@ def test_no_role_reaches_secrets_or_wildcards(default: list[Object]) -> None:
 # --- values ----------------------------------------------------------------------------------------------------------
 
 
+def at(path: tuple[str, ...], value: Any) -> Object:
+    """Values with this one set."""
+    for name in reversed(path):
+        value = {name: value}
+    made: Object = value
+    return made
+
+
+VALUES_SCHEMA = json.loads((CHART / "values.schema.json").read_text())
+
+
+def resolved(schema: Object) -> Object:
+    """A schema in place of a reference to it."""
+    return resolved(VALUES_SCHEMA["definitions"][schema["$ref"].rpartition("/")[2]]) if "$ref" in schema else schema
+
+
+def violations(schema: Object, path: tuple[str, ...] = ()) -> Iterator[tuple[str, Object, str]]:
+    """For every rule of the schema: its name, values that break it and nothing else, and what the refusal must name."""
+    schema = resolved(schema)
+    where = "/" + "/".join(path)
+    name = ".".join(path)
+    if "enum" in schema:
+        yield f"{name} enum", at(path, "surely-none-of-these"), where
+        return
+    kinds = schema.get("type", ())
+    if path and kinds:
+        wrong: Any = 7 if "string" in kinds or "object" in kinds or "array" in kinds else "7"
+        if not ({"integer", "number"} & set(kinds if isinstance(kinds, list) else [kinds]) and wrong == 7):
+            yield f"{name} type", at(path, wrong), where
+    if "minimum" in schema:
+        yield f"{name} minimum", at(path, schema["minimum"] - 1), where
+    if "maximum" in schema:
+        yield f"{name} maximum", at(path, schema["maximum"] + 1), where
+    if "maxLength" in schema:
+        yield f"{name} maxLength", at(path, "a" * (schema["maxLength"] + 1)), where
+    if schema.get("minLength"):
+        yield f"{name} minLength", at(path, ""), where
+    if "pattern" in schema:
+        yield f"{name} pattern", at(path, "!! !!"), where
+    if "minItems" in schema:
+        yield f"{name} minItems", at(path, []), where
+    if "items" in schema:
+        for inner, broken, _ in violations(schema["items"], ("X",)):
+            yield f"{name}[{inner.removeprefix('X')}]", at(path, [broken["X"]]), where
+        for missing in resolved(schema["items"]).get("required", []):
+            yield f"{name}[] without {missing}", at(path, [{}]), where
+    if schema.get("additionalProperties") is False:
+        yield f"{name} unknown", at((*path, "unknownName"), 1), "additional properties 'unknownName' not allowed"
+    elif isinstance(schema.get("additionalProperties"), dict):
+        yield f"{name} values", at((*path, "key"), ["list"]), f"{where}/key"
+    for key, sub in schema.get("properties", {}).items():
+        yield from violations(sub, (*path, key))
+    for key in schema.get("required", ()) if path else ():
+        # A null takes a default away.
+        yield f"{name} without {key}", at((*path, key), None), where
+
+
+VIOLATIONS = {name: (values, message) for name, values, message in violations(VALUES_SCHEMA) if not name.startswith("global")}
+
+
+def test_there_is_a_sample_for_every_rule() -> None:
+    kinds = {name.rpartition(" ")[2] for name in VIOLATIONS}
+    assert {"enum", "type", "minimum", "maximum", "maxLength", "minLength", "pattern", "minItems", "unknown", "values"} <= kinds
+    assert len(VIOLATIONS) > 100
+
+
+@pytest.mark.parametrize("rule", sorted(VIOLATIONS))
+def test_values_that_break_a_rule_are_refused(rule: str) -> None:
+    values, message = VIOLATIONS[rule]
+    result = template(values)
+    assert result.returncode != 0
+    assert message in result.stderr
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"operater": {}}, "additional properties 'operater' not allowed"),
-        ({"agent": {"kubeletdir": "/x"}}, "additional properties 'kubeletdir' not allowed"),
         ({"agent": {"kubeletDir": "relative"}}, "/agent/kubeletDir"),
         ({"agent": {"storeDir": "/"}}, "/agent/storeDir"),
         ({"agent": {"storeDir": "/a/../etc"}}, "/agent/storeDir"),
-        ({"agent": {"healthPort": 80}}, "/agent/healthPort"),
-        ({"operator": {"logLevel": "verbose"}}, "/operator/logLevel"),
         ({"image": {"digest": "sha256:short"}}, "/image/digest"),
         ({"image": {"repository": "x@sha256:0"}}, "/image/repository"),
-        ({"image": {"pullPolicy": "Sometimes"}}, "/image/pullPolicy"),
-        ({"crds": {"enabled": "yes"}}, "/crds/enabled"),
-        ({"commonLabels": {"number": 1}}, "/commonLabels/number"),
+        ({"monitoring": {"podMonitor": {"interval": "15"}}}, "/monitoring/podMonitor/interval"),
         ({"operator": {"replicas": 2}}, "additional properties 'replicas' not allowed"),
         ({"agent": {"serviceAccount": {"create": False}}}, "agent.serviceAccount.name is required"),
+        ({"metrics": {"enabled": False}, "monitoring": {"serviceMonitor": {"enabled": True}}}, "needs metrics.enabled"),
     ],
 )
 def test_wrong_values_are_refused(values: Object, message: str) -> None:
@@ -376,14 +513,13 @@ def schema_paths(schema: Object, root: Object, prefix: str = "") -> Iterator[str
 
 
 def test_schema_and_values_name_the_same() -> None:
-    schema = json.loads((CHART / "values.schema.json").read_text())
     values = yaml.safe_load((CHART / "values.yaml").read_text())
-    open_maps = ("operator.resources", "agent.resources", "agent.updateStrategy")
+    open_maps = ("operator.resources", "agent.resources", "agent.updateStrategy", "monitoring.dashboard.labels")
 
     def folded(found: Iterator[str]) -> set[str]:
         return {next((m for m in open_maps if path.startswith(m)), path) for path in found}
 
-    assert folded(paths(values)) == folded(schema_paths(schema, schema)) - {"global"}
+    assert folded(paths(values)) == folded(schema_paths(VALUES_SCHEMA, VALUES_SCHEMA)) - {"global"}
 
 
 def test_every_value_is_documented() -> None:

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from tests.scrape import Samples, by, samples, total
+from tests.scrape import Samples, by, counted, samples, total
 from tests.unit.agentbox import ROME, Box, NodeError
 from tests.unit.test_status import captured, claim, compute, pod, see
 from vllmsnapshot import metrics as common
@@ -309,7 +309,7 @@ async def test_a_cold_start_a_capture_and_a_restore_are_counted_once(box: Box) -
     assert total(found, "vllmsnapshot_captures_total", result="succeeded", reason=Reason.CAPTURED) == 1
     assert total(found, "vllmsnapshot_artifact_bytes_sum") == 1_000_000
     assert total(found, "vllmsnapshot_restores_total") == 1
-    assert total(found, "vllmsnapshot_restores_total", result="succeeded") == 1
+    assert total(found, "vllmsnapshot_restores_total", result="succeeded", reason=Reason.RESTORED) == 1
     assert total(found, "vllmsnapshot_start_phase_seconds_count", mode="restore", phase="criu") == 1
     assert total(found, "vllmsnapshot_start_phase_seconds_sum", mode="restore", phase="reload") == 1.5
 
@@ -352,9 +352,9 @@ async def test_failures_are_counted_with_their_reason(box: Box) -> None:
     await box.settle()
     await box.settle()
     found = scrape(box.node.metrics)
-    assert by(found, "vllmsnapshot_captures_total", "reason") == {Reason.PREFLIGHT_INET_SOCKET: 1}
+    assert counted(found, "vllmsnapshot_captures_total", "reason") == {Reason.PREFLIGHT_INET_SOCKET: 1}
     assert total(found, "vllmsnapshot_captures_total", result="failed") == 1
-    assert by(found, "vllmsnapshot_restores_total", "reason") == {Reason.RESTORE_FAILED: 1}
+    assert counted(found, "vllmsnapshot_restores_total", "reason") == {Reason.RESTORE_FAILED: 1}
     assert total(found, "vllmsnapshot_decisions_total", mode="restore") == 1
     assert total(found, "vllmsnapshot_decisions_total", mode="cold", reason=Reason.RESTORE_FAILED) == 1
     assert total(found, "vllmsnapshot_capture_phase_seconds_count") == 0
@@ -379,7 +379,7 @@ async def test_a_pod_deleted_during_its_restore_is_nobodys_failure(box: Box) -> 
     await box.settle()
     for _ in range(2):
         box.node.ledger.drop_pod(uid)
-    assert by(scrape(box.node.metrics), "vllmsnapshot_restores_total", "result") == {"aborted": 1}
+    assert counted(scrape(box.node.metrics), "vllmsnapshot_restores_total", "result") == {"aborted": 1}
 
 
 async def test_an_api_server_that_is_away_makes_nothing_count_twice(box: Box) -> None:
@@ -433,10 +433,25 @@ async def test_an_agent_killed_after_any_deed_counts_nothing_twice(tmp_path: Pat
     processes = [first] if box.node.metrics is first else [first, box.node.metrics]
     found = [scrape(process) for process in processes]
     for name in ("starts", "captures"):
-        counted = sum(total(x, f"vllmsnapshot_{name}_total") for x in found)
-        assert counted <= 1, name
+        number = sum(total(x, f"vllmsnapshot_{name}_total") for x in found)
+        assert number <= 1, name
         if len(processes) == 1:
-            assert counted == 1, name
+            assert number == 1, name
+
+
+def test_what_is_alerted_on_is_there_before_it_happens_first() -> None:
+    """Prometheus sees no increase in a series that begins with 1."""
+    found = scrape(agent_metrics.Metrics())
+    for name, result, reason in (
+        ("restores", "failed", Reason.CANARY_MISMATCH),
+        ("restores", "failed", Reason.RESTORE_FAILED),
+        ("restores", "succeeded", Reason.RESTORED),
+        ("captures", "failed", Reason.DUMP_FAILED),
+        ("captures", "succeeded", Reason.CAPTURED),
+    ):
+        labels = frozenset({("result", result), ("reason", reason)})
+        assert found[f"vllmsnapshot_{name}_total", labels] == 0
+    assert total(found, "vllmsnapshot_start_seconds_count", mode="restore") == 0
 
 
 def test_once() -> None:

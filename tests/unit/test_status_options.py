@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import json
-import logging
-
 import pytest
 
-from vllmsnapshot.controller.app import JsonFormatter, Options, parse
+from vllmsnapshot.controller.app import Options, parse
 
 
 def test_defaults() -> None:
@@ -41,10 +38,3 @@ def test_environment_and_flags_which_win() -> None:
 def test_nonsense_is_refused(argv: list[str]) -> None:
     with pytest.raises(SystemExit):
         parse(argv, {})
-
-
-def test_json_log_lines() -> None:
-    record = logging.LogRecord("x", logging.WARNING, __file__, 1, 'pod %s: "quoted"\nline', ("a",), None)
-    line = JsonFormatter().format(record)
-    assert "\n" not in line
-    assert json.loads(line)["msg"] == 'pod a: "quoted"\nline'

@@ -15,6 +15,7 @@ from typing import Any
 from aiohttp import web
 from prometheus_client.metrics_core import Metric
 
+from .. import logs
 from ..api import constants as c
 from ..api.types import VLLMSnapshotNodeStatus
 from ..kube import CONTENTS, NODES, PODS, SNAPSHOT_NODES, ApiError, Kube, Object
@@ -29,7 +30,7 @@ from .outbox import Outbox
 from .reconcile import Ask, Contents, Node, Pods, watch_path
 from .watcher import Watcher
 
-log = logging.getLogger(__name__)
+log = logging.getLogger("vllmsnapshot.agent")
 
 RETRY_S = 1.0
 """After an error in a pass (a full disk, the API server away where it is needed)."""
@@ -127,7 +128,7 @@ class Agent:
         self.pods = Pods(self.node)
         self.contents = Contents(self.node)
         settle_pod = self.metrics.timed(lambda _: "pod", self._settle_pod)
-        settle_content = self.metrics.timed(lambda _: "content", self.contents.settle)
+        settle_content = self.metrics.timed(lambda _: "content", self._settle_content)
         self.pod_loop = Loop(settle_pod, config.resync_seconds, lambda uid: self.node.pods.get(uid) is not None)
         self.content_loop = Loop(settle_content, 60.0, lambda name: self.node.contents.get(name) is not None)
         self.node.wake_pod = self.pod_loop.wake
@@ -214,7 +215,13 @@ class Agent:
         # Before the store and the node are known, every answer would be "cold": init waits ten seconds for a better one.
         if not (self._examined and self.node.contents.synced.is_set()):
             return 0.05
-        return await self.pods.settle(uid)
+        obj = self.node.pods.get(uid)
+        with logs.about(pod=f"{obj['metadata']['namespace']}/{obj['metadata']['name']}" if obj is not None else uid):
+            return await self.pods.settle(uid)
+
+    async def _settle_content(self, name: str) -> float | None:
+        with logs.about(content=name):
+            return await self.contents.settle(name)
 
     async def _resync(self) -> None:
         self.watcher.refresh()
@@ -402,7 +409,7 @@ def main() -> None:
     from .local import LocalOps
 
     config = from_process()
-    logging.basicConfig(level=config.log_level, format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logs.configure(config.log_level, config.log_format, component="agent", node=config.node_name)
     code = 1
     try:
         held = lock_node(config.store_dir)

@@ -7,6 +7,7 @@ outbox, so an API server that is away delays what is reported and never what is 
 from __future__ import annotations
 
 import asyncio
+import contextvars
 import logging
 import os
 import time
@@ -94,7 +95,8 @@ class Node:
 
     async def thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something slow in a thread of our own (asyncio's pool is as small as the machine)."""
-        return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: function(*args, **kwargs))
+        context = contextvars.copy_context()  # what log lines are about
+        return await asyncio.get_running_loop().run_in_executor(self.pool, lambda: context.run(function, *args, **kwargs))
 
     async def refresh(self) -> None:
         """Look into the store again."""

@@ -10,7 +10,6 @@ import argparse
 import asyncio
 import contextlib
 import dataclasses
-import json
 import logging
 import os
 import signal
@@ -23,7 +22,7 @@ from typing import Any
 
 import kopf
 
-from .. import __version__
+from .. import __version__, logs
 from ..api import constants as c
 from ..kube import CONTENTS, NODES, PODS, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube
 from .health import Health
@@ -98,7 +97,8 @@ class Operator:
     async def handle(self, key: Key) -> float | None:
         """What a worker does with a key."""
         if key != RESYNC:
-            return await self.reconciler.reconcile(key)
+            with logs.about(snapshot="/".join(key)):
+                return await self.reconciler.reconcile(key)
         found = await self.reconciler.observer.keys(self.options.namespaces)
         for item in found:
             self.queue.add(item)
@@ -236,21 +236,6 @@ async def _forward(source: asyncio.Event, target: asyncio.Event) -> AsyncIterato
 # --- process -----------------------------------------------------------------------------------------------------------
 
 
-class JsonFormatter(logging.Formatter):
-    """One JSON object per line."""
-
-    def format(self, record: logging.LogRecord) -> str:
-        line: dict[str, Any] = {
-            "ts": self.formatTime(record, "%Y-%m-%dT%H:%M:%S") + f".{int(record.msecs):03d}",
-            "level": record.levelname.lower(),
-            "logger": record.name,
-            "msg": record.getMessage(),
-        }
-        if record.exc_info:
-            line["exception"] = self.formatException(record.exc_info)
-        return json.dumps(line, ensure_ascii=False)
-
-
 def parse(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ) -> Options:
     """Options from flags; what is not given comes from the environment, then from the default."""
     parser = argparse.ArgumentParser("vllmsnapshot-operator", description="Starts vLLM replicas from a process snapshot.")
@@ -290,15 +275,6 @@ def parse(argv: Sequence[str] | None = None, env: Mapping[str, str] = os.environ
     )
 
 
-def _configure_logging(options: Options) -> None:
-    handler = logging.StreamHandler(sys.stderr)
-    text = logging.Formatter("%(asctime)s %(levelname)-7s %(name)s %(message)s")
-    handler.setFormatter(JsonFormatter() if options.log_json else text)
-    logging.basicConfig(level=options.log_level, handlers=[handler], force=True)
-    # kopf says of every event that it was handled; only its trouble is of interest.
-    logging.getLogger("kopf").setLevel(max(logging.WARNING, logging.getLevelName(options.log_level)))
-
-
 async def serve(options: Options) -> None:
     """Run until SIGTERM or SIGINT."""
     stop = asyncio.Event()
@@ -315,7 +291,7 @@ async def serve(options: Options) -> None:
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point. Exit status 1 when a part that must not end has ended."""
     options = parse(argv)
-    _configure_logging(options)
+    logs.configure(options.log_level, "json" if options.log_json else "text", component="operator")
     log.info("vllmsnapshot-operator %s, agents in namespace %s", __version__, options.agent_namespace)
     try:
         asyncio.run(serve(options))
