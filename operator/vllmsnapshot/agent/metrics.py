@@ -217,6 +217,7 @@ EXPECTED_RESTORES = (
             _R.INSUFFICIENT_MEMORY,
             _R.INSUFFICIENT_DISK,
             _R.GPU_RESTORE_FAILED,
+            _R.GPU_OUT_OF_MEMORY,
         )
     ),
 )
@@ -230,6 +231,7 @@ EXPECTED_CAPTURES = (
             _R.STORE_FAILED,
             _R.INSUFFICIENT_DISK,
             _R.PREFLIGHT_INET_SOCKET,
+            _R.PREFLIGHT_ABSTRACT_SOCKET,
             _R.PREFLIGHT_IO_URING,
             _R.PREFLIGHT_SESSION,
             _R.PREFLIGHT_SIZE,

@@ -289,7 +289,7 @@ class Pods:
     def _tell_start(self, v: View, start: protocol.Start) -> None:
         note = f"{start.reason}: {start.message}"
         if start.mode == "cold":
-            self.node.tell(v.pod, "ColdStarted", "Start", f"Starts cold, {note}", start.incarnation + start.reason)
+            self.node.tell(v.pod, Reason.COLD_STARTED, "Start", f"Starts cold, {note}", start.incarnation + start.reason)
         elif start.mode == "refuse":
             self.node.tell(v.pod, start.reason, "Start", f"Start refused, {start.message}", start.incarnation, warning=True)
 
@@ -417,7 +417,7 @@ class Pods:
             return
         uid = obj["metadata"]["uid"]
         await self._save(v, Hold(incarnation=v.files.incarnation, timeout_s=spec.timeout_seconds + HOLD_MARGIN_S))
-        n.tell(v.pod, "CaptureStarted", "Capture", f"Captures {step.content}", step.content)
+        n.tell(v.pod, Reason.CAPTURE_STARTED, "Capture", f"Captures {step.content}", step.content)
         now = self.observe(ref.uid)
         if now is not None:
             self.say(now)

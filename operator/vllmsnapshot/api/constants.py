@@ -125,7 +125,6 @@ class Reason:
 
     # capture
     CAPTURED: Final = "Captured"
-    CAPTURING: Final = "Capturing"
     WAITING_FOR_BARRIER: Final = "WaitingForBarrier"
     SOURCE_GONE: Final = "SourceGone"
     SOURCE_RELEASED: Final = "SourceAlreadyReleased"
@@ -137,6 +136,10 @@ class Reason:
     DUMP_FAILED: Final = "DumpFailed"
     CAPTURE_TIMEOUT: Final = "CaptureTimeout"
     STORE_FAILED: Final = "StoreFailed"
+
+    # events only
+    COLD_STARTED: Final = "ColdStarted"
+    CAPTURE_STARTED: Final = "CaptureStarted"
 
     # snapshot
     ALL_REPLICAS_READY: Final = "AllReplicasReady"

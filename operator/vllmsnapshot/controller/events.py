@@ -16,12 +16,14 @@ from ..world import Claim
 from .pods import digest
 
 REPORTER = f"{c.GROUP}/operator"
+WINDOW_S = 300.0
+"""The same said again within this time (seconds) is one event: a condition that flaps must not fill the cluster with events."""
 NOTE_LIMIT = 1024
 """Limit of the API server (bytes, as it counts runes: characters)."""
 
-_GOOD = {c.READY: "True", c.SNAPSHOT_READY: "True", c.DEGRADED: "False", c.STALE: "False"}
-_ACTION = {c.READY: "Scale", c.SNAPSHOT_READY: "Capture", c.DEGRADED: "Reconcile", c.STALE: "Capture"}
-_WARN = {c.Reason.CAPTURE_FAILED, c.Reason.ARTIFACT_QUARANTINED, c.Reason.INVALID_SPEC}
+GOOD = {c.READY: "True", c.SNAPSHOT_READY: "True", c.DEGRADED: "False", c.STALE: "False"}
+ACTION = {c.READY: "Scale", c.SNAPSHOT_READY: "Capture", c.DEGRADED: "Reconcile", c.STALE: "Capture"}
+WARN = {c.Reason.CAPTURE_FAILED, c.Reason.ARTIFACT_QUARANTINED, c.Reason.INVALID_SPEC}
 
 
 @dataclass(frozen=True)
@@ -42,29 +44,29 @@ def transitions(before: Iterable[Condition], after: Iterable[Condition]) -> list
     last = {item.type: item for item in before}
     notes = []
     for item in after:
-        if item.type not in _GOOD:
+        if item.type not in GOOD:
             continue
         was = last.get(item.type)
-        good = item.status == _GOOD[item.type]
+        good = item.status == GOOD[item.type]
         if was is None:
             if item.type in (c.DEGRADED, c.STALE) and good:
                 continue
         elif (was.status, was.reason) == (item.status, item.reason):
             continue
-        warning = (item.type in (c.DEGRADED, c.STALE) and not good) or item.reason in _WARN
+        warning = (item.type in (c.DEGRADED, c.STALE) and not good) or item.reason in WARN
         text = item.message or f"{item.type} is {item.status} again"
-        notes.append(Note(warning, _ACTION[item.type], item.reason, text))
+        notes.append(Note(warning, ACTION[item.type], item.reason, text))
     return list(dict.fromkeys(notes))
 
 
 def build(claim: Claim, note: Note, now: float, instance: str) -> dict[str, Any]:
-    """The events.k8s.io/v1 object. Its name is a function of what it says and when, so that written twice it is one."""
+    """The events.k8s.io/v1 object. Its name is a function of what it says and in which window, so that written twice it is one."""
     moment = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",
         "metadata": {
-            "name": f"{claim.name[:200].rstrip('-.')}.{digest([claim.uid, note.reason, note.text, moment])[:16]}",
+            "name": f"{claim.name[:200].rstrip('-.')}.{digest([claim.uid, note.reason, note.text, str(int(now // WINDOW_S))])[:16]}",
             "namespace": claim.namespace,
         },
         "eventTime": moment,
