@@ -58,6 +58,10 @@ generate: venv ## Regenerate CRDs, manifests, the chart's README and dashboard, 
 	$(PY) -m tools.generate
 	HELM="$$($(PY) -c 'from tests.chart import helm; print(helm())')" $(PY) deploy/manifests/generate.py
 
+.PHONY: docs
+docs: venv ## Build the documentation site into build/site
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
+
 .PHONY: lock
 lock: venv ## Pin the newest versions that pyproject.toml allows
 	$(VENV)/bin/pip install --quiet uv
