@@ -9,6 +9,8 @@ import asyncio
 import contextlib
 import json
 import os
+import re
+import shlex
 import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
@@ -22,7 +24,7 @@ from tests.cluster.progress import Progress
 from tests.node.snapshot import names, report, starts
 from tests.nodeview import NodeView
 from tests.observer import Observer
-from tests.system import MODELS, SYSTEM_NAMESPACE, System, condition, example, install
+from tests.system import MODELS, ROOT, SYSTEM_NAMESPACE, System, condition, example, install
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.kube import PODS, SNAPSHOTS, Object
 from vllmsnapshot_child.protocol import READY
@@ -92,6 +94,17 @@ async def test_main_job(cluster: Cluster) -> None:
     assert all(result["capture"][key] is not None for key in ("freeze_s", "total_s"))
     restored = [r for r in result["replicas"] if r["start"] == c.START_RESTORE]
     assert all(r[key] is not None for r in restored for key in ("schedule_s", "restore_s", "release_to_token_s"))
+
+
+def test_the_commands_of_the_quickstart_do_what_the_page_says(cluster: Cluster) -> None:
+    """Every block marked `<!-- run -->`, on what the main job has left; a wait that is not fulfilled in time fails."""
+    page = (ROOT / "docs/quickstart.md").read_text()
+    lines = [line for block in re.findall(r"<!-- run -->\n```sh\n(.*?)```", page, re.S) for line in block.splitlines()]
+    assert len(lines) > 10
+    for line in lines:
+        program, *arguments = shlex.split(line)
+        assert program == "kubectl", line
+        assert cluster.kubectl(*arguments, timeout=180).strip(), line
 
 
 async def test_corrupt_artifact_never_serves(system: System, node: NodeView) -> None:
