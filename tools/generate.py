@@ -6,13 +6,14 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tools import chart_readme, dashboard, reference
+from tools import api_reference, chart_readme, dashboard, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 
 GENERATED: dict[str, Callable[[], str]] = {
     "deploy/helm/vllmsnapshot/README.md": chart_readme.text,
     "deploy/helm/vllmsnapshot/files/monitoring/dashboard.json": dashboard.text,
+    "docs/reference/api.md": api_reference.text,
     "docs/reference/metrics.md": reference.metrics,
     "docs/reference/conditions.md": reference.conditions,
     "docs/reference/events.md": reference.events,
