@@ -72,7 +72,16 @@ class Engine(Protocol):
         """After the barrier: new environment variables and fresh entropy for every process."""
 
     async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
-        """Serve on the bound socket until told to end by a signal. Calls `serving` once connections are accepted."""
+        """Serve on the bound socket until told to end by a signal, or by `stop`. Calls `serving` once connections are accepted.
+
+        By then its handlers of SIGTERM and SIGINT are in place; the server may put others there.
+        """
+
+    async def finish(self, limit_s: float) -> None:
+        """Take no more requests and answer those there are, for at most `limit_s` seconds; then drop all that is on the device."""
+
+    def stop(self) -> None:
+        """Let `serve` return, after `finish`."""
 
     async def close(self) -> None:
         """End the engine. Called whatever happened; what does not end is killed after it."""

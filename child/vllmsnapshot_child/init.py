@@ -29,6 +29,7 @@ from typing import NoReturn
 
 from vllmsnapshot_child import machine, procs, protocol
 from vllmsnapshot_child.machine import Act, Hold, Look, Machine, Policy
+from vllmsnapshot_child.settings import seconds
 
 OUR_SERVER = "vllmsnapshot_child.server"
 DEFAULT_SCRATCH = ("/tmp", "/dev/shm")  # noqa: S108
@@ -58,19 +59,6 @@ def log(message: str) -> None:
     """One line on the container's stderr. A broken log must not end PID 1."""
     with contextlib.suppress(OSError):
         os.write(2, f"vllmsnapshot-init: {message}\n".encode(errors="backslashreplace"))
-
-
-def seconds(name: str, default: float) -> float:
-    """A duration from the environment; nonsense is reported and the default used (a typo must not keep a pod down)."""
-    raw = os.environ.get(name, "")
-    try:
-        value = float(raw) if raw else default
-    except ValueError:
-        value = -1.0
-    if 0 <= value <= 86400:
-        return value
-    log(f"{name}={raw!r} is not a number of seconds in 0..86400: using {default:g}")
-    return default
 
 
 def port_from_env() -> int:
@@ -188,9 +176,9 @@ class Init:
         self.foreign = (os.environ.get("VLLMSNAPSHOT_SERVER") or OUR_SERVER) != OUR_SERVER
         self.machine = Machine(
             Policy(
-                decision_timeout_s=seconds("VLLMSNAPSHOT_DECISION_TIMEOUT_S", 10.0),
-                term_grace_s=seconds("VLLMSNAPSHOT_TERM_GRACE_S", 25.0),
-                self_release_s=seconds("VLLMSNAPSHOT_SELF_RELEASE_S", 60.0),
+                decision_timeout_s=seconds("VLLMSNAPSHOT_DECISION_TIMEOUT_S", 10.0, log),
+                term_grace_s=seconds(protocol.TERM_GRACE, protocol.TERM_GRACE_S, log),
+                self_release_s=seconds("VLLMSNAPSHOT_SELF_RELEASE_S", 60.0, log),
                 foreign_server=self.foreign,
             )
         )
@@ -262,6 +250,8 @@ class Init:
             serving=protocol.SERVING in wants and self.is_serving(release),
             exited=exited,
             failure=self.failure() if exited is not None else None,
+            attends_end=bool(signals) and self.attends_end(),
+            ending=self.load(protocol.Ending) if exited is not None or self.machine.stopping else None,
             signals=signals,
         )
 
@@ -313,6 +303,11 @@ class Init:
         failed = self.load(protocol.Failed)
         return None if failed is None else (failed.reason, failed.message)
 
+    def attends_end(self) -> bool:
+        """Whether the agent wants to end the server."""
+        release = self.load(protocol.Release)
+        return release is not None and release.attend_end
+
     # --- act ---
 
     def act(self, acts: list[Act]) -> None:
@@ -331,7 +326,7 @@ class Init:
             elif act.verb == machine.KILL_ALL:
                 self.kill_all()
             elif act.verb == machine.FORWARD:
-                self.forward(act.number)
+                self.forward(act.number, alone=act.alone)
             elif act.verb == machine.RELEASE:
                 self.release()
             elif act.verb == machine.EXIT:
@@ -408,10 +403,13 @@ class Init:
             signal.sigtimedwait({signal.SIGCHLD}, 0.02)
             self.reap()
 
-    def forward(self, number: int) -> None:
-        """Pass a signal to the server's whole session; one that ends it also wakes it up, should a dump have stopped it."""
+    def forward(self, number: int, *, alone: bool) -> None:
+        """Pass a signal to the server's whole session; one that ends it also wakes it up, should a dump have stopped it.
+
+        `alone`: to the main process alone, which ends the others when their time has come.
+        """
         pids = procs.in_session(self.session)
-        procs.send(pids, number)
+        procs.send([self.main] if alone else pids, number)
         if number in machine.STOP_SIGNALS:
             procs.send(pids, signal.SIGCONT)
 

@@ -31,7 +31,7 @@ class Policy(NamedTuple):
     """What the pod's environment says."""
 
     decision_timeout_s: float = 10.0
-    term_grace_s: float = 25.0
+    term_grace_s: float = protocol.TERM_GRACE_S
     self_release_s: float = 60.0
     foreign_server: bool = False  # a server with vLLM's barrier only: it knows neither --unattended nor serving.json
 
@@ -56,6 +56,8 @@ class Look:
     serving: bool = False
     exited: int | None = None  # exit code of the main process, once it is gone
     failure: tuple[str, str] | None = None  # reason and message of failed.json
+    attends_end: bool = False  # the agent wants to end the server; looked at when there are signals
+    ending: protocol.Ending | None = None  # looked at when the server is gone or has been told to go
     signals: tuple[int, ...] = ()
 
 
@@ -67,6 +69,7 @@ class Act(NamedTuple):
     attended: bool = False
     pid: int = 0
     number: int = 0  # a signal, or an exit code
+    alone: bool = False
 
 
 HELLO = "hello"  # new incarnation: clear control files and scratch, write hello.json with Machine.failed_restores
@@ -74,7 +77,7 @@ CLAIM = "claim"  # write start.json {cold, unattended} unless the agent has: a l
 SERVER = "server"  # start the server; attended: with the barrier
 ADOPT = "adopt"  # the tree whose root is `pid` is the main process from now on
 KILL_ALL = "kill-all"  # SIGKILL everything but PID 1 and wait until it is gone
-FORWARD = "forward"  # pass signal `number` to the server's session
+FORWARD = "forward"  # pass signal `number` to the server's session; alone: to the main process only
 RELEASE = "release"  # SIGCONT the session, then write release.json unless somebody has
 LOG = "log"
 EXIT = "exit"
@@ -129,6 +132,11 @@ class Machine:
             return (protocol.READY, protocol.HOLD, protocol.RELEASE, protocol.SERVING)
         return (protocol.SERVING,)
 
+    @property
+    def stopping(self) -> bool:
+        """Whether the end has begun."""
+        return self._stop_by is not None
+
     def pause(self, now: float) -> float | None:
         """Seconds until the next look is due; None: only a signal (or the death of a child) needs one."""
         if self._stop_by is not None:
@@ -147,7 +155,7 @@ class Machine:
         if look.serving and self.phase == RUNNING:
             self._run.serving = True
         for number in look.signals:
-            acts += self._signal(number, look.now)
+            acts += self._signal(number, look)
             if self.phase == DONE:
                 return acts
         if self.phase == DECIDING:
@@ -217,7 +225,8 @@ class Machine:
         if self._stop_by is not None:
             if now < self._stop_by:
                 return []
-            return [Act(KILL_ALL), *self._exit(128 + signal.SIGKILL, "the server did not end in time: killed")]
+            code = 128 + signal.SIGKILL if look.ending is None else look.ending.exit_code
+            return [Act(KILL_ALL), *self._exit(code, "the server did not end in time: killed")]
         if self._settled():
             return []
         if look.released and self._run.released_at is None:
@@ -251,6 +260,9 @@ class Machine:
 
     def _exited(self, code: int, look: Look) -> list[Act]:
         how = f"{look.failure[0]}: {look.failure[1]}" if look.failure else _meaning(code)
+        if look.ending is not None and (self._stop_by is not None or self._run.serving):
+            # The agent kills it. To the kubelet it is the end that it would have had without.
+            return [Act(KILL_ALL), *self._exit(look.ending.exit_code, f"server ended as it had announced ({how})")]
         if self._stop_by is not None or self._run.serving:
             return [Act(KILL_ALL), *self._exit(code, f"server ended: {how}")]
         if self._run.content is not None:
@@ -265,13 +277,14 @@ class Machine:
         self.failed_restores[self._run.content] = why[:1000]
         return [Act(LOG, f"restore of {self._run.content} failed: {why}"), Act(KILL_ALL), *self._ask(now)]
 
-    def _signal(self, number: int, now: float) -> list[Act]:
+    def _signal(self, number: int, look: Look) -> list[Act]:
         stop = number in STOP_SIGNALS
         if self.phase in (DECIDING, RESTORING):
             return [*self._clean(), *self._exit(128 + number, "stopped before the start")] if stop else []
         if stop and self._stop_by is None:
-            self._stop_by = now + self.policy.term_grace_s
-        return [Act(FORWARD, number=number)]
+            self._stop_by = look.now + self.policy.term_grace_s
+        # Told to end, each process of an engine does at once; one that is to be ended by the agent waits with its GPU for that.
+        return [Act(FORWARD, number=number, alone=stop and look.attends_end)]
 
     # --- small parts ---
 

@@ -10,6 +10,7 @@ One directory per pod (an emptyDir, mounted at `/run/vllmsnapshot`), one JSON ob
     restored.json  agent  -> init     CRIU has put the tree back; this is its root
     serving.json   server -> agent    proven again and bound
     failed.json    server -> agent    why the engine gave up
+    ending.json    server -> agent    all requests are answered and the engine may be killed; init exits with the code in it
 
 Writers write a temporary name, fsync and rename, so that a reader sees a whole file or none. Readers trust nothing: the
 other side may be hostile (a workload) or dead half-way. `read` opens relative to a directory descriptor without following
@@ -49,7 +50,15 @@ MAX_ENV_CHARS = 131072
 MAX_DEPTH = 16
 """Nesting that a control file may have; deeper JSON is refused before the parser recurses."""
 
-HELLO, START, HOLD, READY, RELEASE, RESTORED, SERVING, FAILED = (
+TERM_GRACE = "VLLMSNAPSHOT_TERM_GRACE_S"
+TERM_GRACE_S = 25.0
+"""Environment and default: seconds from SIGTERM until init kills what is left."""
+
+ENDING_FRACTION = 0.3
+"""The share of the grace time that a server waits, after its requests, for the agent to end it (7.5 of 25 s). Lock and checkpoint of
+an engine that has dropped its memory move little. The requests have the rest."""
+
+HELLO, START, HOLD, READY, RELEASE, RESTORED, SERVING, FAILED, ENDING = (
     "hello.json",
     "start.json",
     "hold.json",
@@ -58,8 +67,9 @@ HELLO, START, HOLD, READY, RELEASE, RESTORED, SERVING, FAILED = (
     "restored.json",
     "serving.json",
     "failed.json",
+    "ending.json",
 )
-ALL_FILES = (HELLO, START, HOLD, READY, RELEASE, RESTORED, SERVING, FAILED)
+ALL_FILES = (HELLO, START, HOLD, READY, RELEASE, RESTORED, SERVING, FAILED, ENDING)
 
 
 class Reason:
@@ -415,13 +425,17 @@ class Ready(Message):
 
 @dataclass(frozen=True, kw_only=True)
 class Release(Message):
-    """Leave the barrier. `env` is merged into the server's environment before it reloads (a restored one has another pod's)."""
+    """Leave the barrier. `env` is merged into the server's environment before it reloads (a restored one has another pod's).
+
+    `attend_end`: the agent wants to end the engine itself (see Ending), as its state on a GPU was put back by the driver.
+    """
 
     FILE = RELEASE
     release: bool = True
     host: str | None
     port: int
     env: dict[str, str] = field(default_factory=dict)
+    attend_end: bool = False
 
     @classmethod
     def from_dict(cls, raw: Mapping[str, Any]) -> Release:
@@ -435,7 +449,13 @@ class Release(Message):
         if host is not None and (not isinstance(host, str) or not _HOST.fullmatch(host)):
             raise ProtocolError(Reason.BAD_HOST, f"{RELEASE}: host must be null or a host name")
         env = _environment(raw.get("env", {}), f"{RELEASE}: env")
-        return cls(incarnation=_word(raw.get("incarnation", ""), f"{RELEASE}: incarnation"), host=host, port=port, env=env)
+        return cls(
+            incarnation=_word(raw.get("incarnation", ""), f"{RELEASE}: incarnation"),
+            host=host,
+            port=port,
+            env=env,
+            attend_end=_flag(raw.get("attend_end", False), f"{RELEASE}: attend_end"),
+        )
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -465,6 +485,16 @@ class Failed(Message):
     FILE = FAILED
     reason: str
     message: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ending(Message):
+    """The server was told to end, and nothing of it is needed any more. It waits `timeout_s` seconds to be killed by the agent,
+    which lets go of the GPU first, and then ends by itself. Either way the container's exit code is `exit_code`."""
+
+    FILE = ENDING
+    exit_code: int
+    timeout_s: float
 
 
 # --- field checks ----------------------------------------------------------------------------------------------------
@@ -528,6 +558,12 @@ def _seconds(value: Any, where: str) -> float:
     if not 0 < number <= 86400:
         raise ProtocolError(Reason.BAD_FIELD, f"{where} must be in 0..86400 seconds")
     return number
+
+
+def _exit_code(value: Any, where: str) -> int:
+    if type(value) is not int or not 0 <= value <= 255:
+        raise ProtocolError(Reason.BAD_FIELD, f"{where} must be an integer in 0..255")
+    return value
 
 
 def _port(value: Any, where: str) -> int:
@@ -607,4 +643,5 @@ _CHECKS: dict[type[Message], dict[str, Any]] = {
     Restored: {"incarnation": _word, "pid": _count, "content": _word},
     Serving: {"incarnation": _word, "host": _maybe_word, "port": _port, "oracle": _oracle, "phases": _num_map},
     Failed: {"incarnation": _word, "reason": _word, "message": _text},
+    Ending: {"incarnation": _word, "exit_code": _exit_code, "timeout_s": _seconds},
 }

@@ -31,8 +31,12 @@ from typing import NoReturn
 from vllmsnapshot_child import memory, oracle, procs, protocol, weights
 from vllmsnapshot_child.engine import Engine, EngineError, load
 from vllmsnapshot_child.protocol import Oracle, ProtocolError, Reason
+from vllmsnapshot_child.settings import seconds
 
 POLL_S = 0.05
+
+END_MARGIN_S = 1.0
+"""Of the grace time, left for an end without the agent."""
 
 
 @dataclass(kw_only=True)
@@ -146,8 +150,11 @@ class Server:
         release = await self.barrier()
         began = time.monotonic()
         self.control.incarnation = release.incarnation or self.control.incarnation
+        if release.attend_end:
+            for number in (signal.SIGTERM, signal.SIGINT):
+                signal.signal(number, self.end_early)
         answer = await self.prove(engine, release, first, more)
-        await self.serve(engine, release.host, release.port, answer, since=began)
+        await self.serve(engine, release.host, release.port, answer, since=began, attend_end=release.attend_end)
 
     async def prepare(self, engine: Engine, first: Oracle, more: list[Oracle]) -> list[Oracle]:
         """Everything up to the ready file. Returns the further oracles that can be relied on."""
@@ -225,7 +232,9 @@ class Server:
                     raise EngineError(Reason.CANARY_MISMATCH, f"{prompt.text!r} after the release: {difference}")
         return answers[0]
 
-    async def serve(self, engine: Engine, host: str | None, port: int, answer: Oracle, since: float | None) -> None:
+    async def serve(
+        self, engine: Engine, host: str | None, port: int, answer: Oracle, since: float | None, *, attend_end: bool = False
+    ) -> None:
         """Bind and serve; serving.json once connections are accepted."""
 
         served = False
@@ -233,6 +242,8 @@ class Server:
         def serving() -> None:
             nonlocal served
             served = True
+            if attend_end:
+                self.attend_end(engine)
             if since is not None:
                 self.phases["release_to_serving_s"] = round(time.monotonic() - since, 4)
             message = protocol.Serving(
@@ -255,6 +266,54 @@ class Server:
         if not served:
             raise EngineError(Reason.ENGINE_FAILED, "the HTTP server ended before it accepted a connection")
 
+    # --- an end that the agent attends ---
+
+    def attend_end(self, engine: Engine) -> None:
+        """Take the signals of the end from the engine, which would end its processes, each with its state on the GPU alive."""
+        loop = asyncio.get_running_loop()
+        tasks: list[asyncio.Task[None]] = []
+
+        def begin() -> None:
+            if not tasks:
+                tasks.append(loop.create_task(self.end(engine)))
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, begin)
+
+    async def end(self, engine: Engine) -> None:
+        """Answer what was asked, wait to be killed, and after that end as without an agent. All within the grace time."""
+        began = time.monotonic()
+        grace = term_grace()
+        try:
+            limit = (1 - protocol.ENDING_FRACTION) * grace
+            await asyncio.wait_for(engine.finish(limit), limit + 0.5 * (grace - limit))
+        except Exception as e:  # whatever is wrong with the engine, it has to end
+            log(f"before the end: {type(e).__name__}: {e}")
+        left = min(protocol.ENDING_FRACTION * grace, began + grace - time.monotonic() - END_MARGIN_S)
+        if self.announce_end(0, left):
+            await asyncio.sleep(left)
+            log("nobody has ended us")
+        engine.stop()
+
+    def end_early(self, number: int, _frame: FrameType | None) -> None:
+        """SIGTERM or SIGINT between release and service."""
+        log(f"{signal.Signals(number).name} before serving")
+        left = protocol.ENDING_FRACTION * term_grace()
+        if self.announce_end(128 + number, left):
+            time.sleep(left)
+        die(128 + number)
+
+    def announce_end(self, code: int, left: float) -> bool:
+        """Tell the agent that it may end us within so many seconds; False if it is not worth while to wait."""
+        if left <= 0:
+            return False
+        try:
+            self.control.put(protocol.Ending(incarnation=self.control.incarnation, exit_code=code, timeout_s=left))
+        except OSError as e:
+            log(f"cannot write {protocol.ENDING}: {e}")
+            return False
+        return True
+
 
 def bind(host: str | None, port: int) -> socket.socket:
     """A bound TCP socket, not yet listening: as vLLM's `create_server_socket`. Raises EngineError(BindFailed)."""
@@ -268,6 +327,11 @@ def bind(host: str | None, port: int) -> socket.socket:
         listener.close()
         raise EngineError(Reason.BIND_FAILED, f"port {port} on {host or 'all addresses'}: {e}") from e
     return listener
+
+
+def term_grace() -> float:
+    """Seconds from SIGTERM to init's SIGKILL."""
+    return seconds(protocol.TERM_GRACE, protocol.TERM_GRACE_S, log)
 
 
 def log(message: str) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import json
 import os
 import socket
@@ -270,6 +271,16 @@ class VllmEngine:
         # As in vLLM: first the engine, then the rest of the HTTP server.
         await self.close()
         await shutdown
+
+    async def finish(self, limit_s: float) -> None:
+        # uvicorn's own: closes the listener, then waits for the connections that have a request.
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self.app.state.server.shutdown(), limit_s)
+        # Aborts what is left, as vLLM does at once when it is told to end.
+        await self.client.sleep(level=2)
+
+    def stop(self) -> None:
+        self.app.state.server.should_exit = True
 
     async def close(self) -> None:
         await self._stack.aclose()

@@ -195,6 +195,11 @@ class ScriptedOps:
         self.end_ages.append(older_than_s)
         self._call("end", pod.name)
 
+    def retire(self, pod: PodRef, timeout_s: float, wanted: Callable[[], None]) -> None:
+        assert timeout_s > 0
+        wanted()
+        self._call("retire", pod.name)
+
     def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
         self._call("capture", f"{pod.name} {order.content}")
         self.orders.append(order)

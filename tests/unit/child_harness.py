@@ -89,12 +89,12 @@ class Container:
         children = Path(f"/proc/{launcher}/task/{launcher}/children")
         self.pid = int(until(lambda: children.read_text().split() if children.exists() else ["0"], "init")[0])
 
-    def inside(self, *argv: str, session: bool = True) -> int:
+    def inside(self, *argv: str, session: bool = True, env: Mapping[str, str] | None = None) -> int:
         """Start a process in the container that PID 1 inherits, as it does a restored tree; its PID there."""
         script = f'{"setsid " if session else ""}"$@" </dev/null >&2 & echo $!'
         enter = ["nsenter", f"--target={self.pid}", "--pid", "--mount", "sh", "-c", script, "sh", *argv]
         with self.log_path.open("ab") as log:
-            out = subprocess.run(enter, env=self.environment({}), stdout=subprocess.PIPE, stderr=log, check=True)
+            out = subprocess.run(enter, env=self.environment(env or {}), stdout=subprocess.PIPE, stderr=log, check=True)
         return int(out.stdout)
 
     def processes(self) -> dict[int, str]:

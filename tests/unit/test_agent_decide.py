@@ -16,7 +16,7 @@ from vllmsnapshot.agent.ledger import Attempt
 from vllmsnapshot.agent.nodeops import PodRef
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import PodReport, PodSettings, RestorePolicy, Toggle
-from vllmsnapshot_child.protocol import Failed, Hello, Hold, Oracle, Ready, Release, Restored, Serving, Start
+from vllmsnapshot_child.protocol import Ending, Failed, Hello, Hold, Oracle, Ready, Release, Restored, Serving, Start
 
 NOW = 1_800_000_000.0
 PARIS = Oracle(token_ids=[7042], text=" Paris", sampled_token_logprob=-0.24)
@@ -50,6 +50,9 @@ RESTORE = Start(incarnation=WORD, mode="restore", reason=Reason.RESTORED, conten
 READY = Ready(incarnation=WORD, token_ids=[7042], text=" Paris", sampled_token_logprob=-0.24, protocol=1)
 RELEASE = Release(incarnation=WORD, host=None, port=8000)
 RESTORED = Restored(incarnation=WORD, pid=1000, content="art")
+
+
+ENDING = Ending(incarnation=WORD, exit_code=0, timeout_s=7.5)
 
 
 def serving(oracle: Oracle = PARIS) -> Serving:
@@ -302,6 +305,7 @@ def views(draw: st.DrawFn) -> View:
         draw(maybe(RESTORED)),
         draw(maybe(serving(), serving(ROME))),
         draw(maybe(Failed(incarnation=WORD, reason="x"))),
+        draw(maybe(None, ENDING)),
     ]
     hello = draw(
         maybe(
@@ -363,7 +367,10 @@ def usable(v: View, name: str | None) -> bool:
 @settings(max_examples=300, deadline=None)
 def test_every_view_has_a_safe_step(v: View) -> None:
     step = next_step(v)
-    if v.files.hello is None or v.pod.deleting:
+    if isinstance(step, decide.End):
+        assert v.files.ending is not None
+        assert 0 < step.timeout_s <= v.files.ending.timeout_s
+    elif v.files.hello is None or v.pod.deleting:
         assert isinstance(step, decide.Wait)
     if isinstance(step, decide.Answer):
         assert v.files.start is None
@@ -466,7 +473,7 @@ def after(v: View, step: decide.Step) -> View:
 def test_every_view_comes_to_rest(v: View) -> None:
     for _ in range(20):
         step = next_step(v)
-        if isinstance(step, decide.Wait | decide.Condemn):
+        if isinstance(step, decide.Wait | decide.Condemn | decide.End):
             return
         v = after(v, step)
     raise AssertionError(step)

@@ -14,13 +14,14 @@ from typing import Any
 import pytest
 
 from tests.unit.agentbox import PARIS, ROME, Box, NodeError, artifact
-from vllmsnapshot.agent import facts
+from vllmsnapshot.agent import decide, facts
 from vllmsnapshot.agent.nodeops import Health
+from vllmsnapshot.agent.reconcile import QUEUE_PAUSE_S
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import PodSettings, RestorePolicy, Toggle
 from vllmsnapshot.world import Replica
-from vllmsnapshot_child.protocol import Release, Restored
+from vllmsnapshot_child.protocol import Ending, Hello, Release, Restored
 
 
 @pytest.fixture
@@ -888,6 +889,82 @@ async def test_a_terminating_pod_is_left_alone(box: Box) -> None:
     await box.settle()
     assert box.files(uid).start is None
     assert box.kube.writes == []
+
+
+@pytest.mark.parametrize("deleting", [True, False])
+async def test_a_server_that_waits_for_its_end_gets_it(box: Box, deleting: bool) -> None:
+    box.add_content("art", "gone", captured=True)
+    uid = await restored(box)
+    if deleting:
+        box.kube.touch(box.pod("b"))["metadata"]["deletionTimestamp"] = facts.rfc3339(time.time())
+        box.sync()
+    before = list(box.ops.did)
+    box.put(uid, Ending(incarnation="i1", exit_code=0, timeout_s=7.5))
+    assert await box.pods.settle(uid) == QUEUE_PAUSE_S
+    assert box.ops.did == [*before, "retire b"]
+    # The server has given up waiting.
+    box.advance(uid, 8)
+    await box.settle()
+    assert box.ops.did == [*before, "retire b"]
+    # And the next life of the container has nothing to do with it.
+    box.hello(uid, "i2")
+    await box.settle()
+    assert "retire b" not in box.ops.did[len(before) + 1 :]
+
+
+async def test_a_server_whose_gpu_is_not_let_go_is_tried_again_and_then_left_alone(box: Box) -> None:
+    box.add_content("art", "gone", captured=True)
+    uid = await restored(box)
+    box.ops.broken["retire"] = NodeError(Reason.GPU_STATE_LOST)
+    box.put(uid, Ending(incarnation="i1", exit_code=0, timeout_s=7.5))
+    for _ in range(2):
+        assert await box.pods.settle(uid) == QUEUE_PAUSE_S
+    box.advance(uid, 8)
+    await box.settle()
+    assert box.ops.did.count("retire b") == 2
+
+
+async def test_another_life_of_the_container_is_not_ended(box: Box) -> None:
+    box.add_content("art", "gone", captured=True)
+    uid = await restored(box)
+    box.put(uid, Ending(incarnation="i1", exit_code=0, timeout_s=7.5))
+    view = box.pods.observe(uid)
+    assert view is not None
+    box.put(uid, Hello(incarnation="i2"))
+    await box.pods._do(view, decide.next_step(view))
+    assert "retire b" not in box.ops.did
+
+
+@pytest.mark.parametrize(
+    ("gpu", "health", "how", "attended"),
+    [
+        (True, "", "restored", True),
+        (True, "", "captured", True),
+        (True, "", "cold", False),
+        (True, None, "restored", False),
+        (False, "", "restored", False),
+        (False, "", "captured", False),
+    ],
+)
+async def test_only_the_end_of_an_engine_that_the_driver_put_back_is_attended(
+    box: Box, gpu: bool, health: str | None, how: str, attended: bool
+) -> None:
+    box.node.health = Health(capable=True, gpu=health)
+    uid = box.add_pod("a")
+    if how != "cold":
+        box.add_content("art", "gone" if how == "restored" else "a", captured=how == "restored")
+    if gpu:
+        box.kube.touch(box.pod("a"))["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
+        box.sync()
+    box.hello(uid)
+    await box.settle()
+    if how != "restored":
+        box.ready(uid)
+        box.advance(uid, 6)
+        await box.settle()
+    release = box.files(uid).release
+    assert release is not None
+    assert release.attend_end is attended
 
 
 async def test_a_pod_that_is_not_ours_is_left_alone(box: Box) -> None:

@@ -17,6 +17,7 @@ import pytest
 from tests.unit.child_harness import Container, alive, container, until
 from vllmsnapshot_child import init, protocol
 from vllmsnapshot_child.protocol import Reason
+from vllmsnapshot_child.settings import seconds
 
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("nsenter"), reason="a PID namespace needs root"
@@ -118,7 +119,9 @@ def test_model_and_revision_come_before_the_arguments(monkeypatch: pytest.Monkey
 @pytest.mark.parametrize("value", ["x", "-1", "nan", "inf", "1e9"])
 def test_a_nonsense_duration_is_the_default(monkeypatch: pytest.MonkeyPatch, value: str) -> None:
     monkeypatch.setenv("D", value)
-    assert init.seconds("D", 10) == 10
+    said: list[str] = []
+    assert seconds("D", 10, said.append) == 10
+    assert value in said[0]
 
 
 @pytest.mark.parametrize("value", ["x", "0", "65536", "-1", "8000.0", "٨"])

@@ -351,6 +351,42 @@ def test_a_second_stop_is_passed_on_too_and_does_not_extend_the_grace() -> None:
     assert life.verbs(5) == [KILL_ALL, EXIT]
 
 
+ENDING = protocol.Ending(incarnation="a", exit_code=0, timeout_s=7.5)
+
+
+@pytest.mark.parametrize(("exited", "after"), [(137, 3.0), (0, 9.0), (70, 9.0)])
+def test_a_server_that_is_ended_by_the_agent_ends_as_it_would_have(exited: int, after: float) -> None:
+    life = serving_restored()
+    act = only(life.see(signals=(signal.SIGTERM,), attends_end=True))
+    assert (act.verb, act.number, act.alone) == (FORWARD, signal.SIGTERM, True)
+    assert life.machine.stopping
+    acts = life.see(after, exited=exited, ending=ENDING)
+    assert [(a.verb, a.number) for a in acts] == [(KILL_ALL, 0), (EXIT, 0)]
+
+
+def test_an_end_that_is_attended_takes_no_longer_than_any_other() -> None:
+    life = serving_restored()
+    life.see(signals=(signal.SIGTERM,), attends_end=True)
+    assert life.see(24.9, ending=ENDING) == []
+    acts = life.see(0.1, ending=ENDING)
+    assert [(a.verb, a.number) for a in acts] == [(KILL_ALL, 0), (EXIT, 0)]
+
+
+def test_only_a_signal_that_ends_goes_to_the_server_alone() -> None:
+    life = serving_restored()
+    acts = life.see(signals=(signal.SIGUSR1, signal.SIGTERM), attends_end=True)
+    assert [(a.number, a.alone) for a in acts] == [(signal.SIGUSR1, False), (signal.SIGTERM, True)]
+    life = serving_restored()
+    assert not only(life.see(signals=(signal.SIGTERM,))).alone
+
+
+def test_an_end_that_nobody_asked_for_is_an_end_of_its_own() -> None:
+    life = Life()
+    life.see(start=ATTENDED)
+    acts = life.see(exited=17, ending=ENDING)
+    assert [(a.verb, a.number) for a in acts] == [(KILL_ALL, 0), (EXIT, 17)]
+
+
 def test_a_restored_tree_that_is_stopped_before_it_serves_is_not_started_again() -> None:
     life = Life()
     life.see(start=RESTORE)
@@ -386,6 +422,8 @@ looks = st.fixed_dictionaries(
         "exited": st.sampled_from([0, 1, 72, 137]),
         "failure": st.sampled_from([(Reason.REHEARSAL_MISMATCH, "m"), (Reason.BIND_FAILED, "m")]),
         "signals": st.sampled_from([(signal.SIGTERM,), (signal.SIGHUP,), (signal.SIGINT, signal.SIGTERM)]),
+        "attends_end": st.booleans(),
+        "ending": st.just(ENDING),
     },
 )
 

@@ -46,10 +46,17 @@ GOOD: dict[type[Message], dict[str, Any]] = {
         "protocol": 1,
     },
     # Kubernetes allows more in the name of a variable than a shell does.
-    protocol.Release: {"release": True, "host": "::1", "port": 8000, "env": {"HOSTNAME": "pod", "my-var.x": "1"}},
+    protocol.Release: {
+        "release": True,
+        "host": "::1",
+        "port": 8000,
+        "env": {"HOSTNAME": "pod", "my-var.x": "1"},
+        "attend_end": True,
+    },
     protocol.Restored: {"pid": 1001, "content": "c"},
     protocol.Serving: {"host": None, "port": 8000, "oracle": ORACLE, "phases": {"reload_s": 0.5}},
     protocol.Failed: {"reason": Reason.BIND_FAILED, "message": "port 8000"},
+    protocol.Ending: {"exit_code": 0, "timeout_s": 7.5},
 }
 EVERY = sorted(GOOD, key=lambda kind: kind.FILE)
 
@@ -295,6 +302,11 @@ def test_a_bad_release_marker_is_refused(control: int, tmp_path: Path, raw: byte
         (protocol.Serving, "port", 0),
         (protocol.Serving, "oracle", None),
         (protocol.Failed, "reason", 5),
+        (protocol.Release, "attend_end", 1),
+        (protocol.Ending, "exit_code", -1),
+        (protocol.Ending, "exit_code", 256),
+        (protocol.Ending, "exit_code", False),
+        (protocol.Ending, "timeout_s", 0),
     ],
 )
 def test_a_bad_field_is_named(kind: type[Message], field: str, value: Any) -> None:

@@ -10,7 +10,7 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Awaitable, Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,6 +43,9 @@ class Recorder:
         self.served = False
         self.serves = True
         self.logprob = -0.5
+        self.stopped = asyncio.Event()
+        self.limit_s = 0.0
+        self.told: Callable[[Recorder], Awaitable[None]] | None = None  # while it serves
 
     def note(self, call: str) -> None:
         self.calls.append(call)
@@ -91,6 +94,16 @@ class Recorder:
             listener.listen()
             serving()
             self.served = True
+            if self.told is not None:
+                await self.told(self)
+
+    async def finish(self, limit_s: float) -> None:
+        self.limit_s = limit_s
+        self.note("finish")
+
+    def stop(self) -> None:
+        self.note("stop")
+        self.stopped.set()
 
     async def close(self) -> None:
         self.note("close")
@@ -466,6 +479,39 @@ def test_at_the_barrier_no_inet_socket_is_left_and_sigterm_ends_the_tree(process
     assert process.popen is not None
     process.popen.send_signal(signal.SIGTERM)
     process.ends(128 + signal.SIGTERM)
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("the engine is dead")])
+async def test_an_attended_end_whatever_the_engine_says(
+    case: Case, monkeypatch: pytest.MonkeyPatch, fault: Exception | None
+) -> None:
+    monkeypatch.setenv(protocol.TERM_GRACE, "1.2")
+    case.engine.release = json.dumps({**RELEASE, "port": case.port, "incarnation": "there", "attend_end": True}).encode()
+    if fault is not None:
+        case.engine.fails["finish"] = fault
+
+    async def told(engine: Recorder) -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+        await engine.stopped.wait()
+
+    case.engine.told = told
+    try:
+        await case.run()
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+    assert case.engine.calls[-3:] == ["serve", "finish", "stop"]
+    assert case.engine.limit_s == pytest.approx(0.7 * 1.2)
+    ending = case.file(protocol.ENDING)
+    assert (ending["incarnation"], ending["exit_code"]) == ("there", 0)
+    assert 0 < ending["timeout_s"] <= 0.2, "the margin is left of the grace time"
+
+
+async def test_an_end_that_is_not_attended_is_the_engines_own(case: Case) -> None:
+    await case.run()
+    assert "finish" not in case.engine.calls
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert not (case.directory / protocol.ENDING).exists()
 
 
 def test_serving_json_comes_once_connections_are_accepted_and_sigterm_is_a_clean_end(process: Process) -> None:

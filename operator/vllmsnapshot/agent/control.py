@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 
 from vllmsnapshot_child import protocol
 from vllmsnapshot_child.protocol import (
+    Ending,
     Failed,
     Hello,
     Hold,
@@ -47,6 +48,7 @@ class Files:
     restored: Restored | None = None
     serving: Serving | None = None
     failed: Failed | None = None
+    ending: Ending | None = None
     at: Mapping[str, float] = field(default_factory=dict)
     problems: Mapping[str, str] = field(default_factory=dict)
     restore_phases: Mapping[str, float] = field(default_factory=dict)
@@ -96,6 +98,7 @@ def _read(fd: int) -> Files:
         restored=restored,
         serving=load(Serving, word),
         failed=load(Failed, word),
+        ending=load(Ending, word),
         at=at,
         problems=problems,
         restore_phases=phases,

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllmsnapshot_child.protocol import HELLO, PROTOCOL_VERSION, READY, START, Oracle, Start
+from vllmsnapshot_child.protocol import ENDING, HELLO, PROTOCOL_VERSION, READY, START, Oracle, Start
 
 from ..api.constants import DISCARD, Reason
 from ..api.types import PodSettings, RestorePolicy, Toggle
@@ -219,7 +219,14 @@ class Condemn:
     message: str
 
 
-Step = Wait | Answer | Restore | GiveUpRestore | Settle | Release | Capture | FailOrder | Probe | Condemn
+@dataclass(frozen=True, kw_only=True)
+class End:
+    """The server is done and waits for it: let go of the GPU, then kill it, within so many seconds."""
+
+    timeout_s: float
+
+
+Step = Wait | Answer | Restore | GiveUpRestore | Settle | Release | Capture | FailOrder | Probe | Condemn | End
 
 
 # --- the decision ----------------------------------------------------------------------------------------------------
@@ -227,6 +234,11 @@ Step = Wait | Answer | Restore | GiveUpRestore | Settle | Release | Capture | Fa
 
 def next_step(v: View) -> Step:
     """The next idempotent step. Total: every view has one."""
+    if v.files.ending is not None and v.files.hello is not None:
+        # Also of a pod that is not deleted: the kubelet restarts containers too.
+        left = v.files.ending.timeout_s - v.age(ENDING)
+        if left > 0:
+            return End(timeout_s=left)
     if v.pod.deleting:
         return Wait(why="terminating")
     if v.pod.finished:

@@ -18,7 +18,7 @@ from ..api.constants import Reason
 from . import capture, cuda, doctor, gpu_doctor, identity, restore
 from .accelerator import Accelerator, Cpu
 from .config import Config
-from .containers import Container, find
+from .containers import Container, find, kill_all
 from .criu import Criu, CriuError
 from .errors import AgentError, CaptureError, RestoreError, StoreError
 from .nodeops import Digested, Health, Order, PodRef, Revived, Stored
@@ -145,6 +145,14 @@ class LocalOps:
             if time.clock_gettime(time.CLOCK_BOOTTIME) - started > older_than_s:
                 self._before_end(container)
                 signal.pidfd_send_signal(container.pidfd, signal.SIGKILL)
+
+    def retire(self, pod: PodRef, timeout_s: float, wanted: Callable[[], None]) -> None:
+        """Let go of the GPU, then kill everything in the container but PID 1. Raises AgentError if the GPU is not let go."""
+        with contextlib.suppress(ProcessLookupError), self._container(pod, RestoreError, Reason.RESTORE_DIED) as container:
+            wanted()
+            self._accelerator.before_terminate(container.descendants(), timeout_s=timeout_s)
+            wanted()
+            kill_all(container)
 
     def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
         """Dump the tree at the barrier."""

@@ -133,6 +133,12 @@ class NodeOps(Protocol):
     def end(self, pod: PodRef, older_than_s: float) -> None:
         """Kill PID 1 of the container, and with it everything else, if it has run for longer than that (seconds)."""
 
+    def retire(self, pod: PodRef, timeout_s: float, wanted: Callable[[], None]) -> None:
+        """Let go of the GPU, then kill everything in the container but PID 1. If the first fails, nothing is killed.
+
+        `wanted` raises if it is another container by now. It is called before each of the two.
+        """
+
     def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
         """Dump the tree at the barrier. Calls `on_resumed` once the tree runs again; on return the artifact is durable."""
 

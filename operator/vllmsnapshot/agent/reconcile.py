@@ -270,6 +270,11 @@ class Pods:
                 return await self._probe(v, step)
             case decide.Condemn():
                 return await self._condemn(v, step)
+            case decide.End():
+                retired = self.node.thread(self.node.ops.retire, v.pod.ref, step.timeout_s, self._same_life(v))
+                await self._try(retired, f"end {v.pod.ref.name}")
+                # If it did not work, once more: the server waits. If it did, this lasts until the container is gone.
+                return QUEUE_PAUSE_S
             case decide.Wait():
                 pass
         return None
@@ -332,14 +337,23 @@ class Pods:
         start = v.files.start
         assert start is not None
         deadline = self.node.steady() + start.timeout_s - 0.5 - v.age(START)
+        same_life = self._same_life(v)
 
         def check() -> None:
             if self.node.steady() >= deadline:
                 raise TimeoutError("init no longer waits for the tree")
+            same_life()
+
+        return check
+
+    def _same_life(self, v: View) -> Callable[[], None]:
+        """Raises RestoreError if the container has started over since."""
+
+        def check() -> None:
             with protocol.open_dir(control_path(self.node.kubelet_dir, v.pod.ref.uid)) as fd:
                 hello = Hello.load(fd)
             if hello is None or hello.incarnation != v.files.incarnation:
-                raise RestoreError(Reason.RESTORE_DIED, "the container started over during the restore")
+                raise RestoreError(Reason.RESTORE_DIED, "the container started over in the meantime")
 
         return check
 
@@ -402,11 +416,17 @@ class Pods:
     async def _release(self, v: View, step: decide.Release) -> None:
         if step.resume:
             await self._try(self.node.thread(self.node.ops.resume, v.pod.ref), f"resume {v.pod.ref.name}")
-        await self._save(v, self._marker(v), exclusive=True)
+        await self._save(v, self._marker(v, moved=v.files.restored is not None), exclusive=True)
 
-    def _marker(self, v: View) -> ReleaseMarker:
-        env = {**v.pod.env, c.ENV_PORT: str(v.pod.port)}
-        return ReleaseMarker(incarnation=v.files.incarnation, host=v.pod.host, port=v.pod.port, env=env)
+    def _marker(self, v: View, *, moved: bool) -> ReleaseMarker:
+        """`moved`: the engine's state on a GPU, if it has one, was put back by the driver; then its end is ours to attend."""
+        return ReleaseMarker(
+            incarnation=v.files.incarnation,
+            host=v.pod.host,
+            port=v.pod.port,
+            env={**v.pod.env, c.ENV_PORT: str(v.pod.port)},
+            attend_end=moved and v.pod.gpu and self.node.health.gpu == "",
+        )
 
     async def _capture(self, v: View, step: decide.Capture) -> None:
         n, ref = self.node, v.pod.ref
@@ -432,7 +452,7 @@ class Pods:
             weights=ready.weights,
             weights_reason=ready.weights_reason[:1000],
         )
-        marker = self._marker(v)
+        marker = self._marker(v, moved=True)
         loop = asyncio.get_running_loop()
 
         def resumed() -> None:

@@ -15,7 +15,8 @@ Arguments (unknown ones, such as --model, are vLLM's and ignored):
                               HOW: raise, exit (code 17), hang; for rehearsal and answer also: wrong (another answer)
 
 A fault may also be named later, in the file `fault` of the control directory: so a restored copy can fail where the
-original did not. HTTP: GET /health /v1/models /metrics, POST /v1/completions, POST /crash (exit code 17).
+original did not. HTTP: GET /health /v1/models /metrics, POST /v1/completions (`until`: answered once that file is there),
+POST /crash (exit code 17).
 """
 
 from __future__ import annotations
@@ -92,6 +93,8 @@ class SmallEngine:
         self.released = False
         self.dropped = False
         self.requests = 0
+        self.answering = 0
+        self.stopped = asyncio.Event()
         self.lock = threading.Lock()
         self.jobs: queue.Queue[tuple[bytes, queue.Queue[int | None]]] = queue.Queue()
 
@@ -168,13 +171,25 @@ class SmallEngine:
         server.server_activate()
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
-        stop = asyncio.Event()
+        self.http = server
         for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, stop.set)
+            asyncio.get_running_loop().add_signal_handler(number, self.stop)
         serving()
-        await stop.wait()
+        await self.stopped.wait()
         server.shutdown()
         await self.close()
+
+    async def finish(self, limit_s: float) -> None:
+        await asyncio.to_thread(self.http.shutdown)
+        self.http.socket.close()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(limit_s):
+                while self.answering:  # noqa: ASYNC110  the threads that answer know nothing of this loop
+                    await asyncio.sleep(0.01)
+        await self.release_state()
+
+    def stop(self) -> None:
+        self.stopped.set()
 
     async def close(self) -> None:
         self.link.close()
@@ -239,6 +254,7 @@ class SmallEngine:
             if how == "exit":
                 os._exit(CRASH_CODE)
             if how == "hang":
+                print(f"hangs in {phase}", flush=True)
                 signal.pause()
             raise RuntimeError(f"ordered to fail in {phase}")
         return False
@@ -257,6 +273,7 @@ def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
                 self.reply_json({"object": "list", "data": [{"id": engine.options.model, "object": "model"}]})
             elif self.path == "/metrics":
                 text = f"# TYPE small_requests_total counter\nsmall_requests_total {engine.requests}\n"
+                text += f"# TYPE small_answering gauge\nsmall_answering {engine.answering}\n"
                 self.reply(text.encode(), "text/plain; version=0.0.4")
             else:
                 self.reply_json({"error": "not found"}, 404)
@@ -268,12 +285,23 @@ def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
             if self.path != "/v1/completions":
                 self.reply_json({"error": "not found"}, 404)
                 return
+            with engine.lock:
+                engine.answering += 1
+            try:
+                self.complete(body)
+            finally:
+                with engine.lock:
+                    engine.answering -= 1
+
+        def complete(self, body: bytes) -> None:
             try:
                 request = json.loads(body)
                 prompt, tokens = str(request["prompt"]), int(request.get("max_tokens", 16))
             except (ValueError, KeyError, TypeError) as e:
                 self.reply_json({"error": str(e)}, 400)
                 return
+            while (until := request.get("until")) and not os.path.exists(until):
+                time.sleep(0.01)
             try:
                 oracle = engine.answer(prompt, tokens)
             except (RuntimeError, queue.Empty) as e:
