@@ -276,6 +276,9 @@ class VllmEngine:
         # uvicorn's own: closes the listener, then waits for the connections that have a request.
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(self.app.state.server.shutdown(), limit_s)
+        await self._drop_all()
+
+    async def _drop_all(self) -> None:
         # Aborts what is left, as vLLM does at once when it is told to end.
         await self.client.sleep(level=2)
 
@@ -344,6 +347,9 @@ class CpuVllmEngine(VllmEngine):
         super().__init__(args, seeded=seeded)
         self._before: list[dict[str, str]] | None = None  # digests, from the first drop to the proof that they come back
         self._proven = False
+
+    async def _drop_all(self) -> None:
+        """Nothing is on a device."""
 
     async def release_state(self, *, weights: bool) -> Dropped:
         # A cached prefix would point at KV pages that are zeros now.

@@ -127,6 +127,7 @@ def test_requests_are_answered_then_the_gpu_is_let_go_then_the_tree_is_killed(po
     assert agent.calls() == ["Lock", "Checkpoint"] * 2
     assert pod.exit_code() == 0
     assert "ended as it had announced (exit code 137)" in pod.log()
+    assert "before the end" not in pod.log()
     assert not [pid for pid in agent.tree if alive(pid)]
 
 
@@ -156,6 +157,7 @@ def test_without_an_agent_the_end_is_the_plain_one(pod: Pod) -> None:
     pod.signal(signal.SIGTERM)
     assert pod.exit_code() == 0
     assert "nobody has ended us" in pod.log()
+    assert "before the end" not in pod.log()
 
 
 def test_the_grace_time_is_the_limit_of_it_all(pod: Pod) -> None:

@@ -186,7 +186,7 @@ class SmallEngine:
             async with asyncio.timeout(limit_s):
                 while self.answering:  # noqa: ASYNC110  the threads that answer know nothing of this loop
                     await asyncio.sleep(0.01)
-        await self.release_state()
+        await self.release_state(weights=True)
 
     def stop(self) -> None:
         self.stopped.set()
