@@ -295,20 +295,26 @@ class Observed:
     nodes: frozenset[str] = frozenset()
     environments: Mapping[str, Mapping[str, str]] = field(default_factory=dict)
     """What the agents say of their nodes (VLLMSnapshotNode)."""
+    incapable: frozenset[str] = frozenset()
+    """Nodes of which their agent says that it can restore nothing there."""
     service: ServiceView | None = None
     recapture: str = ""
     """The user's last request to take the artifacts again."""
 
     def stale(self, content: Content) -> str | None:
-        """Which fact of the node is not what it was at capture, or None. Only facts that both sides know are compared.
+        """Which fact of the node is not what it was at capture, or None, also where the node has not told its facts.
 
+        A fact that only one side has is a difference, as it is for the agent: a GPU that is gone, a driver that was not there.
         The agent has the last word and knows more (CPU flags, image layers): an artifact that it keeps refusing is
         quarantined by it. This is to say it before anybody tries.
         """
         then, now = content.status.environment or {}, self.environments.get(content.node) or {}
-        for name in sorted((then.keys() & now.keys()) - NOT_COMPARED):
-            if then[name] != now[name]:
-                return f"{name} was {then[name]!r} at capture and is {now[name]!r} on node {content.node} now"
+        if not then or not now:
+            return None
+        for name in sorted((then.keys() | now.keys()) - NOT_COMPARED):
+            before, after = then.get(name, "none"), now.get(name, "none")
+            if before != after:
+                return f"{name} was {before!r} at capture and is {after!r} on node {content.node} now"
         return None
 
     def usable(self, content: Content) -> bool:

@@ -48,6 +48,16 @@ def serving(name: str, hashes: pods.Template = NEW, *, mode: str = c.START_COLD,
     return pod(name, hashes, **{**ready, **fields})
 
 
+def homeless(name: str, hashes: pods.Template = NEW, **fields: Any) -> Replica:
+    return pod(
+        name, hashes, **{"node": None, "unschedulable": "0/1 nodes are available: 1 Insufficient nvidia.com/gpu.", **fields}
+    )
+
+
+def broken(name: str, hashes: pods.Template = NEW, **fields: Any) -> Replica:
+    return pod(name, hashes, **{"waiting": "CrashLoopBackOff: back-off 5m0s restarting failed container", **fields})
+
+
 def content(name: str, hashes: pods.Template = NEW, *, node: str = "node", source: str = "gone", **fields: Any) -> Content:
     return Content(
         **{"name": name, "uid": f"uid-{name}", "identity": hashes.identity, "node": node, "source_uid": f"uid-{source}", **fields}
@@ -186,7 +196,7 @@ def test_the_finalizer_comes_before_the_first_content() -> None:
 
 def test_a_changed_node_makes_an_artifact_unusable_and_the_next_cold_pod_replaces_it() -> None:
     old = captured("c", status=VLLMSnapshotContentStatus(environment={"kernel": "1", "cpu": "x"}))
-    same = see(pod("s"), contents=(old,), environments={"node": {"kernel": "1", "driver": "580"}})
+    same = see(pod("s"), contents=(old,), environments={"node": {"kernel": "1", "cpu": "x", "bootId": "2"}})
     other = see(pod("s"), contents=(old,), environments={"node": {"kernel": "2"}})
     assert names(do(same), p.CreateContent) == []
     assert names(do(other), p.CreateContent) == ["s"]
@@ -210,6 +220,46 @@ def test_pods_prefer_nodes_with_a_usable_artifact_and_an_agent() -> None:
     seen = see(contents=contents, nodes=("node", "n2", "n3"), agents=("node", "n3"))
     [action] = [action for action in do(seen) if isinstance(action, p.CreatePod)]
     assert action.prefer == ("node",)
+
+
+H200 = {"gpuProduct": "NVIDIA H200", "gpuDriver": "580.95.05", "kernelRelease": "6.18"}
+
+
+@pytest.mark.parametrize(
+    ("why", "here", "preferred"),
+    [
+        ("the same node as at capture", H200, True),
+        ("it does not tell (yet)", {}, True),
+        ("another GPU of the same kind, after a reboot", {**H200, "gpuUuid": "GPU-1", "bootId": "2"}, True),
+        ("another product", {**H200, "gpuProduct": "NVIDIA H100"}, False),
+        ("another driver", {**H200, "gpuDriver": "580.105.08"}, False),
+        ("another kernel", {**H200, "kernelRelease": "6.19"}, False),
+        ("no GPU any more", {"kernelRelease": "6.18"}, False),
+        ("a fact that was not known at capture", {**H200, "gpuMig": "True"}, False),
+    ],
+)
+def test_an_artifact_is_a_reason_to_prefer_its_node_while_it_fits_there(why: str, here: dict[str, str], preferred: bool) -> None:
+    there = captured("a", node="gpu", status=VLLMSnapshotContentStatus(environment={**H200, "gpuUuid": "GPU-0", "bootId": "1"}))
+    seen = see(
+        serving("s", node="gpu"),
+        contents=(there, captured("c", node="n2")),
+        nodes=("gpu", "n2"),
+        agents=("gpu", "n2"),
+        environments={"gpu": here},
+    )
+    [action] = [action for action in do(seen, replicas=2) if isinstance(action, p.CreatePod)]
+    assert action.prefer == (("gpu", "n2") if preferred else ("n2",)), why
+
+
+def test_a_node_that_can_restore_nothing_is_not_preferred() -> None:
+    seen = see(
+        contents=(captured("a"), captured("b", node="n2")),
+        nodes=("node", "n2"),
+        agents=("node", "n2"),
+        incapable=frozenset({"node"}),
+    )
+    [action] = [action for action in do(seen) if isinstance(action, p.CreatePod)]
+    assert action.prefer == ("n2",)
 
 
 @pytest.mark.parametrize(
@@ -282,6 +332,18 @@ def test_a_pod_that_finished_at_once_is_replaced_later() -> None:
         ("and is replaced", [serving("o1", OLD)], {"maxSurge": 0, "maxUnavailable": 1}, [], 1),
         ("a broken old one is no loss", [serving("o1", OLD), pod("o2", OLD), serving("n1")], {}, ["o2"], 0),
         ("both broken: new ones only as far as hope goes", [pod("o1", OLD), pod("o2", OLD), pod("n1")], {}, [], 0),
+        ("starting ones wait for one without a place too", [pod("o1", OLD), pod("o2", OLD), homeless("n1")], {}, [], 0),
+        ("a broken one makes room for it", [pod("o1", OLD), broken("o2", OLD), homeless("n1")], {}, ["o2"], 0),
+        ("one of two: the rest when it has moved in", [broken("o1", OLD), broken("o2", OLD), homeless("n1")], {}, ["o2"], 0),
+        ("nobody, while it moves in", [broken("o1", OLD), pod("n1")], {}, [], 1),
+        ("no place, and none may be missing: wait", [serving("o1", OLD), serving("o2", OLD), homeless("n1")], {}, [], 0),
+        (
+            "no place, but one may be missing: it makes room",
+            [serving("o1", OLD), serving("o2", OLD), homeless("n1")],
+            {"maxUnavailable": 1},
+            ["o2"],
+            0,
+        ),
         (
             "two may be missing: both old ones go",
             [serving("o1", OLD), serving("o2", OLD)],
@@ -310,6 +372,17 @@ def test_no_more_old_pods_are_given_up_than_the_seed_needs() -> None:
     assert len(names(with_surge, p.CreatePod)) == 1
     without = do(see(*old), replicas=3, rollout={"maxSurge": 0, "maxUnavailable": 3})
     assert len(names(without, p.DeletePod)) == 1
+
+
+def test_one_old_pod_makes_room_for_a_seed_that_finds_no_place() -> None:
+    old = [serving(f"o{i}", OLD) for i in range(3)]
+    waits = see(*old, pod("seed", node=None))
+    full = see(*old, homeless("seed"))
+    assert names(do(waits, replicas=3, rollout={"maxUnavailable": 3}), p.DeletePod) == [], "the scheduler has not said no"
+    assert len(names(do(full, replicas=3, rollout={"maxUnavailable": 3}), p.DeletePod)) == 1
+    assert names(do(full, replicas=3, rollout={"maxUnavailable": 0}), p.DeletePod) == []
+    left = see(*old[:2], homeless("seed"))
+    assert names(do(left, replicas=3, rollout={"maxUnavailable": 3}), p.DeletePod) == [], "no second one while it moves in"
 
 
 # --- unattended --------------------------------------------------------------------------------------------------------

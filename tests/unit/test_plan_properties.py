@@ -11,6 +11,7 @@ import itertools
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
@@ -36,7 +37,10 @@ class Sim:
         self.contents: dict[str, Content] = {}
         self.nodes = set(NODES)
         self.agents = set(NODES)
-        self.environments: dict[str, dict[str, str]] = {node: {"kernel": "1"} for node in NODES}
+        self.environments: dict[str, dict[str, str]] = {node: {"gpuDriver": "1"} for node in NODES}
+        self.incapable: set[str] = set()
+        self.places: int | None = None
+        """GPUs in the cluster, each for one pod; None: enough."""
         self.service: ServiceView | None = None
         self.recapture = ""
         self.pinned: dict[str, tuple[str, ...]] = {}
@@ -58,12 +62,18 @@ class Sim:
             agents=frozenset(self.agents),
             nodes=frozenset(self.nodes),
             environments=self.environments,
+            incapable=frozenset(self.incapable),
             service=self.service,
             recapture=self.recapture,
         )
 
     def plan(self) -> p.Plan:
         return p.plan(self.claim, self.observed(), self.now)
+
+    def suits(self, item: Content, identity: str, node: str) -> bool:
+        """Whether a new pod of this identity could be restored from it on this node."""
+        good = item.captured and not item.quarantined and not item.deleting
+        return good and (item.identity, item.node) == (identity, node) and item.status.environment == self.environments[node]
 
     # --- the operator's actions, checked ---
 
@@ -87,7 +97,12 @@ class Sim:
                 if name in self.pods:
                     return  # 409
                 assert live + 1 <= spec.replicas + spec.rollout.max_surge, "more than replicas + maxSurge"
-                assert set(prefer) <= self.agents
+                for node in prefer:
+                    assert node in self.agents
+                    assert node not in self.incapable
+                    assert any(self.suits(item, hashes.identity, node) for item in self.contents.values()), (
+                        "nothing to restore there"
+                    )
                 uid = f"p{next(self.number)}"
                 assert bool(recapture) == bool(only)
                 assert not any(pod.recapture == recapture != "" and self.working(pod) for pod in self.pods.values()), (
@@ -166,9 +181,10 @@ class Sim:
             return False
         elif pod.node is None:
             nodes = sorted(self.nodes & set(self.pinned.get(pod.uid) or self.nodes))
-            if not nodes:
-                return False
-            self.set(name, node=nodes[sum(map(ord, pod.uid)) % len(nodes)])
+            if not nodes or sum(item.node is not None for item in self.pods.values()) >= (self.places or len(self.pods)):
+                self.set(name, unschedulable="Insufficient nvidia.com/gpu")
+                return not pod.unschedulable
+            self.set(name, node=nodes[sum(map(ord, pod.uid)) % len(nodes)], unschedulable="")
         elif pod.node not in self.nodes:
             del self.pods[name]  # the pod garbage collector
         elif pod.node not in self.agents:
@@ -345,9 +361,21 @@ class PlanMachine(RuleBasedStateMachine):
         if not up:
             self.sim.agents.discard(node)
 
-    @rule(node=st.sampled_from(NODES), kernel=st.sampled_from("123"))
-    def node_is_upgraded(self, node: str, kernel: str) -> None:
-        self.sim.environments[node] = {"kernel": kernel}
+    @rule(node=st.sampled_from(NODES), driver=st.sampled_from("123"))
+    def node_is_upgraded(self, node: str, driver: str) -> None:
+        self.sim.environments[node] = {"gpuDriver": driver}
+
+    @rule(node=st.sampled_from(NODES))
+    def node_loses_its_gpu(self, node: str) -> None:
+        self.sim.environments[node] = {"kernel": "1"}
+
+    @rule(node=st.sampled_from(NODES), incapable=st.booleans())
+    def doctor_finds_something(self, node: str, incapable: bool) -> None:
+        (self.sim.incapable.add if incapable else self.sim.incapable.discard)(node)
+
+    @rule(places=st.none() | st.integers(1, 4))
+    def gpus_come_and_go(self, places: int | None) -> None:
+        self.sim.places = places
 
     @rule(request=st.sampled_from(["", "r1", "r2"]))
     def user_asks_for_a_recapture(self, request: str) -> None:
@@ -403,6 +431,7 @@ class PlanMachine(RuleBasedStateMachine):
         sim = self.sim
         sim.nodes = set(NODES)
         sim.agents = set(NODES)
+        sim.places = None
         sim.edit(capture={**sim.raw["capture"], "policy": "Enabled"})
         sim.settle()
         spec = sim.spec()
@@ -427,6 +456,69 @@ class PlanMachine(RuleBasedStateMachine):
             sim.agents_act()
         assert sim.gone or not sim.claim.finalizer
         assert not sim.contents
+
+
+def replicas_of(sim: Sim) -> tuple[list[Replica], list[Replica]]:
+    """The live pods of the present revision, and the others."""
+    hashes = pods.template(sim.spec())
+    live = [pod for pod in sim.pods.values() if pod.live]
+    return [pod for pod in live if pod.revision == hashes.revision], [pod for pod in live if pod.revision != hashes.revision]
+
+
+@pytest.mark.parametrize("edit", [{"image": "i2"}, {"serving": {"port": 8001}}], ids=["new-artifact", "same-artifact"])
+@pytest.mark.parametrize("replicas", [1, 2, 3])
+@pytest.mark.parametrize("rollout", [(0, 1), (1, 0), (1, 1), (2, 0), (2, 1), (1, 2)])
+def test_a_rollout_without_a_free_gpu_ends_or_says_why_not(rollout: tuple[int, int], replicas: int, edit: dict[str, Any]) -> None:
+    surge, unavailable = rollout
+    sim = Sim(replicas=replicas, rollout={"maxSurge": surge, "maxUnavailable": unavailable})
+    sim.places = replicas
+    sim.settle()
+    sim.edit(**edit)
+    sim.settle()
+    new, old = replicas_of(sim)
+    report = status.compute(sim.claim, sim.observed(), sim.plan(), [], sim.now)
+    shown = {item.type: item for item in report.conditions or []}
+    if unavailable:
+        assert not old
+        assert sum(pod.available for pod in new) == replicas
+        assert shown[c.READY].status == "True"
+    else:
+        assert sum(pod.available for pod in old) == replicas, "nobody may be missing"
+        for kind in (c.READY, c.PROGRESSING, c.DEGRADED):
+            assert "Insufficient nvidia.com/gpu" in shown[kind].message
+            assert "rollout.maxUnavailable" in shown[kind].message
+            assert new[0].name in shown[kind].message
+        assert shown[c.DEGRADED].reason == c.Reason.POD_UNSCHEDULABLE
+        # What the message advises is enough.
+        sim.edit(rollout={"maxSurge": surge, "maxUnavailable": 1})
+        sim.settle()
+        new, old = replicas_of(sim)
+        assert not old
+        assert sum(pod.available for pod in new) == replicas
+
+
+def test_a_broken_revision_does_not_keep_the_gpus_from_the_one_that_mends_it() -> None:
+    sim = Sim(replicas=2, capture={"policy": "Disabled"})
+    sim.places = 2
+    for _ in range(8):
+        for action in sim.plan().actions:
+            sim.execute(action)
+        for name, pod in list(sim.pods.items()):
+            if pod.node is None:
+                sim.advance(name)
+    for name in sim.pods:
+        sim.set(name, waiting="CrashLoopBackOff")
+    broken = set(sim.pods)
+    sim.edit(image="mended")
+    for _ in range(100):
+        for action in sim.plan().actions:
+            sim.execute(action)
+        for name in list(sim.pods):
+            if name not in broken or sim.pods[name].deleting:
+                sim.advance(name)
+    new, old = replicas_of(sim)
+    assert not old
+    assert [pod.available for pod in new] == [True, True]
 
 
 TestPlan = PlanMachine.TestCase

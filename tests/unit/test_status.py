@@ -158,6 +158,45 @@ def test_not_ready_says_why(why: str, seen: Observed, gate: Gate | None, expecte
     assert shown(made, c.PROGRESSING)[0] == "True"
 
 
+SCHEDULER = "0/1 nodes are available: 1 Insufficient nvidia.com/gpu."
+
+
+def homeless(name: str, **fields: Any) -> Replica:
+    return pod(name, **{"node": None, "ready": False, "unschedulable": SCHEDULER, "state": "Deciding", "mode": "", **fields})
+
+
+def test_a_replica_without_a_place_is_named_with_the_schedulers_reason() -> None:
+    made = compute(see(pod("a"), pod("b"), homeless("c")), replicas=3)
+    assert shown(made, c.READY) == ("False", R.REPLICAS_NOT_READY)
+    assert shown(made, c.PROGRESSING) == ("True", R.POD_UNSCHEDULABLE)
+    assert shown(made, c.DEGRADED) == ("True", R.POD_UNSCHEDULABLE)
+    for kind in (c.READY, c.PROGRESSING, c.DEGRADED):
+        assert conditions(made)[kind].message.endswith(f"replica c is not scheduled: {SCHEDULER}")
+    assert conditions(made)[c.PROGRESSING].message.startswith("2 of 3 replicas are ready; ")
+    assert made.ready == "2/3"
+
+
+@pytest.mark.parametrize(
+    ("why", "replicas", "unavailable", "advises"),
+    [
+        ("none may be missing", (pod("o1", revision="old"), pod("o2", revision="old")), 0, True),
+        ("as many are missing as may be", (pod("o1", revision="old"), pod("o2", revision="old", ready=False)), 1, True),
+        ("one may go, and will", (pod("o1", revision="old"), pod("o2", revision="old")), 1, False),
+        ("there is no rollout", (pod("a"),), 0, False),
+        ("the others have no place either", (pod("o1", revision="old", node=None, ready=False),), 0, False),
+    ],
+)
+def test_a_rollout_that_cannot_go_on_says_what_to_do(
+    why: str, replicas: tuple[Replica, ...], unavailable: int, advises: bool
+) -> None:
+    rollout = {"maxSurge": 1, "maxUnavailable": unavailable}
+    made = compute(see(*replicas, homeless("new", created=NOW)), rollout=rollout)
+    for kind in (c.READY, c.PROGRESSING, c.DEGRADED):
+        message = conditions(made)[kind].message
+        assert f"replica new is not scheduled: {SCHEDULER}" in message, (kind, why)
+        assert (f"rollout.maxUnavailable {unavailable}" in message) == advises, (kind, why)
+
+
 def test_a_newcomer_learns_that_the_capture_follows() -> None:
     order = captured(captured=False, source_uid="uid-a", source="a")
     made = compute(see(pod("a", state="Starting"), contents=(order,)), replicas=1)
@@ -242,6 +281,7 @@ def test_stale_names_the_fact() -> None:
     old = captured(status=VLLMSnapshotContentStatus(environment={"driver": "570"}))
     made = compute(see(contents=(old,), environments={"node": {"driver": "580"}}))
     assert shown(made, c.STALE) == ("True", R.ENVIRONMENT_CHANGED)
+    assert shown(compute(see(contents=(old,), environments={"node": {}})), c.STALE)[0] == "False", "the node tells nothing"
     assert "driver was '570' at capture and is '580'" in conditions(made)[c.STALE].message
     assert shown(made, c.SNAPSHOT_READY)[0] == "False"
 

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 from ..api import constants as c
 from ..kube import CONTENTS, NODES, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, Kube, Object
-from ..world import Claim, Content, Observed, Replica, ServiceView, controlled_by, is_true, recapture
+from ..world import Claim, Content, Observed, Replica, ServiceView, condition, controlled_by, is_true, recapture
 from . import pods
 from .plan import plan_orphans
 
@@ -26,6 +26,7 @@ class ClusterView:
     agents: frozenset[str]
     nodes: frozenset[str]
     environments: dict[str, dict[str, str]]
+    incapable: frozenset[str]
 
 
 class Observer:
@@ -68,6 +69,7 @@ class Observer:
             agents=view.agents,
             nodes=view.nodes,
             environments=view.environments,
+            incapable=view.incapable,
             service=_service(claim, service),
             recapture=recapture(obj),
         )
@@ -112,6 +114,7 @@ def _view(agents: list[Object], nodes: list[Object], reports: list[Object]) -> C
         ),
         nodes=frozenset(item["metadata"]["name"] for item in nodes),
         environments={item["metadata"]["name"]: (item.get("status") or {}).get("environment") or {} for item in reports},
+        incapable=frozenset(item["metadata"]["name"] for item in reports if condition(item, c.READY).get("status") == "False"),
     )
 
 

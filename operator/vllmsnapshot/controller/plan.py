@@ -322,8 +322,7 @@ def _replicas(
     if gate.allowance is not None:
         missing = min(missing, gate.allowance)
     taken = {replica.name for replica in observed.pods} | observed.taken
-    holders = {item.node for item in observed.contents if item.identity == hashes.identity and observed.usable(item)}
-    prefer = tuple(sorted(holders & observed.agents))
+    prefer = restoring_nodes(hashes.identity, observed)
     # The lowest free names: of two creations decided from the same observation one gets 409 and does no harm.
     free = (slot for slot in itertools.count() if pods.pod_name(claim.name, hashes.revision, slot) not in taken)
     seeds = 0
@@ -349,12 +348,27 @@ def _makes_room(new: list[Replica], again: Recapture, floor: int) -> Replica | N
     return None
 
 
+def restoring_nodes(identity: str, observed: Observed) -> tuple[str, ...]:
+    """Nodes on which a new pod of this identity would be restored: an artifact that fits the node as it is now (its GPU and
+    driver among the rest), and an agent that can do it."""
+    holders = {item.node for item in observed.contents if item.identity == identity and observed.usable(item)}
+    return tuple(sorted((holders & observed.agents) - observed.incapable))
+
+
 def _unavailable(spec: VLLMSnapshotSpec, gate: Gate) -> int:
-    """How many may be missing. While only a seed may start, no more old pods are given up than the seed needs."""
+    """How many may be missing. While only a seed may start, no more old pods are given up than the seed needs: none if it can
+    be an extra one, and has a place."""
     allowed = spec.rollout.max_unavailable
     if not gate.open:
-        allowed = min(allowed, 0 if spec.rollout.max_surge else 1)
+        extra = spec.rollout.max_surge and not (gate.seed and gate.seed.unschedulable)
+        allowed = min(allowed, 0 if extra else 1)
     return allowed
+
+
+def _hopeless(replica: Replica) -> bool:
+    """It does not serve, and will not for all that is known."""
+    found_wrong = replica.verified == "False" and replica.verified_reason in _AGENT_VERDICTS
+    return not replica.available and bool(replica.waiting or replica.unschedulable or found_wrong)
 
 
 def _leaving(old: list[Replica], new: list[Replica], room: int, floor: int) -> list[Replica]:
@@ -379,8 +393,11 @@ def _leaving(old: list[Replica], new: list[Replica], room: int, floor: int) -> l
     take(new, excess - len(leaving))
     # Old ones that do not serve, as far as new ones which do not serve either leave room for hope (as a Deployment).
     total = len(old) + len(new) - len(leaving)
-    hopeful = sum(not replica.available for replica in new if replica not in leaving)
-    take([replica for replica in old if not replica.available], total - floor - hopeful)
+    waiting = [replica for replica in new if not replica.available and replica not in leaving]
+    take([replica for replica in old if not replica.available], total - floor - len(waiting))
+    # No hope lies in new ones that find no place: on a full cluster, broken old ones would keep the GPUs for ever.
+    total = len(old) + len(new) - len(leaving)
+    take([replica for replica in old if _hopeless(replica)], total - floor - sum(not item.unschedulable for item in waiting))
     # Old ones that serve, as far as enough others do.
     take([replica for replica in old if replica.available], available - floor)
     return leaving

@@ -59,13 +59,13 @@ def compute(claim: Claim, observed: Observed, todo: Plan, problems: Sequence[Pro
     wanted = [replica for replica in live if replica not in extra]
     updated = [replica for replica in wanted if replica.revision == hashes.revision]
     ready = [replica for replica in wanted if replica.ready]
-    recapture = _recapture(spec, todo.again, hashes.identity, observed)
+    recapture = _recapture(spec, todo.again, observed)
     best = newest(item for item in observed.contents if item.identity == hashes.identity and observed.usable(item))
     cold = [replica for replica in live if replica.start_mode == c.START_COLD]
     verdicts = {
-        c.READY: _ready(spec, wanted, updated, todo.gate, hashes.identity, observed),
+        c.READY: _ready(spec, wanted, updated, todo.gate, observed),
         c.SNAPSHOT_READY: _snapshot_ready(spec, hashes.identity, live, best, observed),
-        c.PROGRESSING: _progressing(spec, wanted, updated, todo.gate, recapture),
+        c.PROGRESSING: _progressing(spec, wanted, updated, todo.gate, recapture, observed),
         c.DEGRADED: _degraded(claim, spec, hashes.identity, wanted, observed, problems),
         c.STALE: _stale(hashes.identity, best, observed),
     }
@@ -157,9 +157,7 @@ def _short(text: str) -> str:
 # --- conditions --------------------------------------------------------------------------------------------------------
 
 
-def _ready(
-    spec: VLLMSnapshotSpec, live: list[Replica], updated: list[Replica], gate: Gate, identity: str, observed: Observed
-) -> Verdict:
+def _ready(spec: VLLMSnapshotSpec, live: list[Replica], updated: list[Replica], gate: Gate, observed: Observed) -> Verdict:
     up = sum(replica.ready for replica in updated)
     if spec.replicas == 0 and not live:
         return Verdict(True, R.SCALED_TO_ZERO, "0 replicas are wanted; the artifacts are kept for the next start")
@@ -176,15 +174,28 @@ def _ready(
         text, reason = f"{up} of {spec.replicas} replicas are ready", R.REPLICAS_NOT_READY
     waiting = next((replica for replica in sorted(updated, key=lambda item: item.created) if not replica.ready), None)
     if waiting is not None:
-        text += "; " + _tell(spec, waiting, identity, observed)
+        text += "; " + _tell(spec, waiting, observed)
     return Verdict(False, reason, text)
 
 
-def _tell(spec: VLLMSnapshotSpec, replica: Replica, identity: str, observed: Observed) -> str:
+def _homeless(spec: VLLMSnapshotSpec, replica: Replica, observed: Observed) -> str:
+    """Why a replica has no node, in the scheduler's words, and what would end a rollout that stands still for it."""
+    text = f"replica {replica.name} is not scheduled: {replica.unschedulable}"
+    live = [item for item in observed.pods if item.live]
+    old = any(item.revision != replica.revision and item.node and item.created <= replica.created for item in live)
+    if old and sum(item.available for item in live) <= spec.replicas - spec.rollout.max_unavailable:
+        text += (
+            f"; with rollout.maxUnavailable {spec.rollout.max_unavailable} no old replica may make room for it: "
+            "raise it, lower replicas, or add a node"
+        )
+    return text
+
+
+def _tell(spec: VLLMSnapshotSpec, replica: Replica, observed: Observed) -> str:
     """What happens with a replica that is not ready yet, for somebody who sees this for the first time."""
     name, report = f"replica {replica.name}", replica.report
     if replica.unschedulable:
-        return f"{name} is not scheduled: {replica.unschedulable}"
+        return _homeless(spec, replica, observed)
     if replica.node is None:
         return f"{name} waits for the scheduler"
     if replica.waiting:
@@ -236,21 +247,36 @@ def _snapshot_ready(
 
 
 def _progressing(
-    spec: VLLMSnapshotSpec, live: list[Replica], updated: list[Replica], gate: Gate, recapture: RecaptureStatus | None
+    spec: VLLMSnapshotSpec,
+    live: list[Replica],
+    updated: list[Replica],
+    gate: Gate,
+    recapture: RecaptureStatus | None,
+    observed: Observed,
 ) -> Verdict:
+    """True while something that is wanted is not there yet, also where nobody but the cluster's owner can bring it on: a node
+    that an autoscaler adds ends the wait. What has no place is named here and, as somebody should look, under Degraded."""
+    homeless = next((replica for replica in sorted(updated, key=lambda item: item.name) if replica.unschedulable), None)
+    if homeless is not None:
+        counts = f"{len(updated)} of {spec.replicas} replicas are updated" if len(updated) < len(live) else _counts(spec, live)
+        return Verdict(True, R.POD_UNSCHEDULABLE, f"{counts}; {_homeless(spec, homeless, observed)}")
     if len(updated) < len(live):
         return Verdict(True, R.ROLLING_UPDATE, f"{len(updated)} of {spec.replicas} replicas are updated")
     if not gate.open and len(live) < spec.replicas:
         seed = f"replica {gate.seed.name}" if gate.seed else "the first replica"
         return Verdict(True, R.WAITING_FOR_SNAPSHOT, f"{spec.replicas - len(live)} replicas wait for the capture of {seed}")
     if len(live) != spec.replicas or any(not replica.ready for replica in live):
-        return Verdict(True, R.REPLICAS_NOT_READY, f"{sum(r.ready for r in live)} of {spec.replicas} replicas are ready")
+        return Verdict(True, R.REPLICAS_NOT_READY, _counts(spec, live))
     if recapture is not None and recapture.phase == RecapturePhase.RUNNING:
         return Verdict(True, R.RECAPTURING, recapture.message)
     return Verdict(False, R.STABLE, "nothing to do")
 
 
-def _recapture(spec: VLLMSnapshotSpec, again: Recapture, identity: str, observed: Observed) -> RecaptureStatus | None:
+def _counts(spec: VLLMSnapshotSpec, live: list[Replica]) -> str:
+    return f"{sum(replica.ready for replica in live)} of {spec.replicas} replicas are ready"
+
+
+def _recapture(spec: VLLMSnapshotSpec, again: Recapture, observed: Observed) -> RecaptureStatus | None:
     """Where the user's request to take the artifacts again stands."""
     if not again.request:
         return None
@@ -263,7 +289,7 @@ def _recapture(spec: VLLMSnapshotSpec, again: Recapture, identity: str, observed
     if spec.capture.policy == Toggle.DISABLED:
         return tell(RecapturePhase.WAITING, "capture.policy is Disabled")
     if again.seed is not None:
-        return tell(RecapturePhase.RUNNING, _tell(spec, again.seed, identity, observed))
+        return tell(RecapturePhase.RUNNING, _tell(spec, again.seed, observed))
     if again.ordered:
         return tell(RecapturePhase.RUNNING, "a replica is being captured")
     if spec.replicas == 0:
@@ -298,7 +324,7 @@ def _degraded(
             found.append(Problem(R.NAME_CONFLICT, text))
     for replica in sorted(live, key=lambda item: item.name):
         if replica.unschedulable:
-            found.append(Problem(R.POD_UNSCHEDULABLE, f"replica {replica.name}: {replica.unschedulable}"))
+            found.append(Problem(R.POD_UNSCHEDULABLE, _homeless(spec, replica, observed)))
         elif replica.verified == "False" and replica.verified_reason in (R.CANARY_MISMATCH, R.ENGINE_FAILED):
             found.append(Problem(replica.verified_reason, f"replica {replica.name}: {replica.verified_message}"))
         elif replica.waiting and not replica.ready:
