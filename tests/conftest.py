@@ -1,15 +1,31 @@
-"""What all suites share: a failed test with a cluster tells what a person would look at first."""
+"""What all suites share: access to the cluster of the suite (its fixture `cluster`), and a failed test with a cluster tells what
+a person would look at first."""
 
 from __future__ import annotations
 
 import contextlib
 import io
-from collections.abc import Generator
+from collections.abc import AsyncIterator, Generator
 
 import pytest
 
 from tests.cluster import Cluster
-from tests.system import diagnose
+from tests.nodeview import NodeView
+from tests.system import System, connect, diagnose
+
+
+@pytest.fixture
+def node(cluster: Cluster) -> NodeView:
+    """The node from outside."""
+    return NodeView(cluster)
+
+
+@pytest.fixture
+async def system(cluster: Cluster) -> AsyncIterator[System]:
+    """API and HTTP access, from within the cluster's network."""
+    with cluster.enter_network():
+        async with connect(cluster) as connected:
+            yield connected
 
 
 @pytest.hookimpl(wrapper=True)

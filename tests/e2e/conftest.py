@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from tests.cluster import Cluster
-from tests.nodeview import NodeView
-from tests.system import System, connect, suite_cluster
+from tests.system import suite_cluster
 
 HERE = Path(__file__).parent
 
@@ -26,17 +25,3 @@ def cluster() -> Iterator[Cluster]:
     """The cluster, taken down whatever happens."""
     with suite_cluster("e2e-tests", ["child"], model=True) as made:
         yield made
-
-
-@pytest.fixture
-def node(cluster: Cluster) -> NodeView:
-    """The node from outside."""
-    return NodeView(cluster)
-
-
-@pytest.fixture
-async def system(cluster: Cluster) -> AsyncIterator[System]:
-    """API and HTTP access, from within the cluster's network."""
-    with cluster.enter_network():
-        async with connect(cluster) as connected:
-            yield connected

@@ -12,7 +12,7 @@ import pytest
 from tests.cluster import Cluster
 from tests.node.snapshot import Make, Snapshot
 from tests.nodeview import NodeView
-from tests.system import System, connect, suite_cluster
+from tests.system import System, suite_cluster
 
 
 @pytest.fixture(scope="package")
@@ -20,20 +20,6 @@ def cluster() -> Iterator[Cluster]:
     """The cluster, taken down whatever happens."""
     with suite_cluster("node-tests", ["engine"]) as made:
         yield made
-
-
-@pytest.fixture
-def node(cluster: Cluster) -> NodeView:
-    """The node from outside."""
-    return NodeView(cluster)
-
-
-@pytest.fixture
-async def system(cluster: Cluster) -> AsyncIterator[System]:
-    """API and HTTP access, from within the cluster's network."""
-    with cluster.enter_network():
-        async with connect(cluster) as connected:
-            yield connected
 
 
 @pytest.fixture
