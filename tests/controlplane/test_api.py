@@ -256,7 +256,7 @@ def test_name_that_pods_cannot_have_is_refused(api: Api, name: str) -> None:
 
 # --- arguments -------------------------------------------------------------------------------------------------------
 
-UNACCEPTABLE = {"logprobs-mode": "raw_logits", "port": "9000"}
+UNACCEPTABLE = {"logprobs-mode": "raw_logits", "port": "9000", "mm-tensor-ipc": "torch_shm"}
 """A value that the child refuses, where not just any will do."""
 ALIASES = {
     "tensor-parallel-size": "tp",
@@ -266,6 +266,8 @@ ALIASES = {
     "decode-context-parallel-size": "dcp",
     "api-server-count": "asc",
     "speculative-config": "sc",
+    "enable-expert-parallel": "ep",
+    "nnodes": "n",
 }
 
 
@@ -301,6 +303,8 @@ def test_what_the_child_would_refuse_is_refused_at_once(api: Api, flag: str) -> 
         ["--hf-overrides", '{"config": 1}'],
         ["--compilation-config.cudagraph_mode=PIECEWISE"],
         ["--chat-template", "two\nlines --port 1"],
+        ["--enforce-eager", "--nnodes=1", "--mm-tensor-ipc=direct_rpc", "--num-gpu-blocks-override", "20"],
+        ["--device-memory-utilization=0.8", "--sleep-mode-offload-cudagraph", "--kv-cache-memory-bytes=1"],
     ],
     ids=" ".join,
 )
@@ -312,6 +316,37 @@ def test_arguments_that_only_look_alike_are_accepted(api: Api, args: list[str]) 
 def test_one_gpu_is_accepted(api: Api, amount: int | str) -> None:
     resources = {"limits": {"nvidia.com/gpu": amount}, "requests": {"cpu": "500m", "memory": "1Gi"}}
     assert api.create(snapshot(resources=resources), dry_run=True)["spec"]["resources"] == resources
+
+
+OTHER_DEVICES = [
+    "nvidia.com/mig-1g.10gb",
+    "nvidia.com/gpu.shared",
+    "nvidia.com/mig-1g.10gb.shared",
+    "amd.com/gpu",
+    "google.com/tpu",
+    "gpu.intel.com/i915",
+    "habana.ai/gaudi",
+    "aws.amazon.com/neuroncore",
+]
+
+
+@pytest.mark.parametrize("name", OTHER_DEVICES)
+def test_a_device_that_cannot_be_captured_serves_without_captures(api: Api, name: str) -> None:
+    resources = {"limits": {name: 1}}
+    with pytest.raises(ApiError, match=r"capture.policy: Disabled, which lets every replica start cold"):
+        api.create(snapshot(resources=resources), dry_run=True)
+    accepted = api.create(snapshot(resources=resources, capture={"policy": "Disabled"}), dry_run=True)
+    assert accepted["spec"]["resources"] == resources
+
+
+@pytest.mark.parametrize("name", ["cpu", "memory", "ephemeral-storage", "rdma/hca_shared_devices", "nvidia.com/gpu"])
+def test_other_resources_are_accepted(api: Api, name: str) -> None:
+    assert api.create(snapshot(resources={"limits": {name: 1}}), dry_run=True)
+
+
+@pytest.mark.parametrize("requests", [{"nvidia.com/gpu": 1}, {"nvidia.com/gpu": "1"}, {"cpu": 1}])
+def test_a_gpu_may_be_repeated_in_the_requests(api: Api, requests: Object) -> None:
+    assert api.create(snapshot(resources={"limits": {"nvidia.com/gpu": 1}, "requests": requests}), dry_run=True)
 
 
 @pytest.mark.parametrize("amount", [2, "2", "1000m", "1e1", -1, "10"])

@@ -274,6 +274,21 @@ class Namespace:
         ("tensor-parallel-size", 2),
         ("pipeline-parallel-size", 2),
         ("data-parallel-size", 2),
+        ("nnodes", 2),
+        ("enable-expert-parallel", True),
+        ("enable-eplb", True),
+        ("enable-elastic-ep", True),
+        ("distributed-executor-backend", "mp"),
+        ("device-ids", [0]),
+        ("kv-transfer-config", {"kv_connector": "NixlConnector"}),
+        ("kv-events-config", {"publisher": "zmq"}),
+        ("ec-transfer-config", {"ec_connector": "x"}),
+        ("weight-transfer-config", {"backend": "nccl"}),
+        ("otlp-traces-endpoint", "http://collector:4317"),
+        ("kv-offloading-size", 4.0),
+        ("cpu-offload-gb", 4.0),
+        ("offload-group-size", 2),
+        ("mm-tensor-ipc", "torch_shm"),
         ("enable-lora", True),
         ("lora-modules", ["l"]),
         ("speculative-config", {"method": "ngram"}),
@@ -289,7 +304,19 @@ def test_an_argument_that_cannot_work_is_named(flag: str, value: Any) -> None:
 
 def test_defaults_are_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("VLLM_API_KEY", raising=False)
-    defaults = {"host": None, "port": 8000, "api_server_count": 1, "tensor_parallel_size": 1, "logprobs_mode": "raw_logprobs"}
+    defaults = {
+        "host": None,
+        "port": 8000,
+        "api_server_count": 1,
+        "tensor_parallel_size": 1,
+        "logprobs_mode": "raw_logprobs",
+        "nnodes": 1,
+        "distributed_executor_backend": None,
+        "device_ids": None,
+        "cpu_offload_gb": 0,
+        "offload_group_size": 0,
+        "mm_tensor_ipc": "direct_rpc",
+    }
     check_arguments(Namespace(**defaults))  # type: ignore[arg-type]
 
 

@@ -142,6 +142,12 @@ class EnvVar(Model):
             ".name",
         ),
         CEL(
+            f"!(self.name in {list(c.ENV_GPU_CHOICE)})",
+            "the device plugin chooses the GPU, and this would override it; use spec.resources",
+            "FieldValueForbidden",
+            ".name",
+        ),
+        CEL(
             "!(self.name in ['LD_PRELOAD', 'LD_LIBRARY_PATH'] && has(self.valueFrom))",
             "must be a literal value: it shapes the process image",
             "FieldValueForbidden",
@@ -161,11 +167,16 @@ class Resources(Model):
 
     RULES: ClassVar[list[CEL]] = [
         CEL(
-            f"!has(self.{side}) || !('nvidia.com/gpu' in self.{side}) || string(self.{side}['nvidia.com/gpu']) in ['0', '1']",
-            "a process image of more than one GPU cannot be captured: at most 1 nvidia.com/gpu",
-            field_path=f".{side}",
-        )
-        for side in ("limits", "requests")
+            f"!has(self.limits) || !('{c.GPU}' in self.limits) || string(self.limits['{c.GPU}']) in ['0', '1']",
+            f"a process image of more than one GPU cannot be captured: at most 1 {c.GPU}",
+            field_path=".limits",
+        ),
+        CEL(
+            f"!has(self.requests) || !('{c.GPU}' in self.requests) || has(self.limits) && '{c.GPU}' in self.limits "
+            f"&& string(self.limits['{c.GPU}']) == string(self.requests['{c.GPU}'])",
+            f"{c.GPU} must be the same in limits and requests (or in limits alone): a GPU is not shared",
+            field_path=".requests",
+        ),
     ]
     limits: Annotated[dict[str, Quantity] | None, Field(max_length=32)] = None
     requests: Annotated[dict[str, Quantity] | None, Field(max_length=32)] = None
@@ -309,6 +320,16 @@ class PodTemplate(Model):
     )
 
 
+def _no_resource(pattern: str, message: str) -> CEL:
+    """A rule of VLLMSnapshotSpec: resources of such names cannot be captured. (Extended resources have limits in any case.)"""
+    return CEL(
+        "self.capture.policy == 'Disabled' || !has(self.resources) || !has(self.resources.limits) "
+        f"|| self.resources.limits.all(name, !name.matches('{pattern}'))",
+        f"{message}, or capture.policy: Disabled, which lets every replica start cold",
+        field_path=".resources.limits",
+    )
+
+
 def _flag(*names: str) -> str:
     """Regular expression of a flag in args joined by newlines: either spelling of `-`, `=value` or a following item."""
     return "(" + "|".join(name.lstrip("-").replace("-", "[-_]") for name in names) + ")"
@@ -334,6 +355,40 @@ ARGS_RULES: list[CEL] = [
     _only_one(["data-parallel-size", "dp", "data-parallel-size-local", "dpl"], "data parallel size"),
     _only_one(["prefill-context-parallel-size", "pcp", "decode-context-parallel-size", "dcp"], "context parallel size"),
     _only_one(["api-server-count", "asc"], "API server count"),
+    _only_one(["nnodes", "n"], "number of nodes"),
+    _no_flag(
+        ["enable-expert-parallel", "ep", "enable-eplb", "enable-elastic-ep"],
+        "--enable-expert-parallel, --enable-eplb and --enable-elastic-ep need several ranks: a snapshot holds one",
+    ),
+    _no_flag(
+        ["distributed-executor-backend"],
+        "--distributed-executor-backend: workers outside the engine's process tree cannot be captured, and one rank needs no others",
+    ),
+    _no_flag(["device", "device-ids"], "--device-ids: the device plugin chooses the GPU; use spec.resources"),
+    _no_flag(
+        ["kv-transfer-config", "kv-events-config", "ec-transfer-config", "weight-transfer-config", "otlp-traces-endpoint"],
+        "--kv-transfer-config, --kv-events-config, --ec-transfer-config, --weight-transfer-config and --otlp-traces-endpoint open "
+        "connections to others, which cannot be captured",
+    ),
+    _no_flag(
+        ["kv-offloading-size", "kv-offloading-backend"],
+        "--kv-offloading-*: KV cache in the host's memory is neither released before the capture nor registered with the GPU after it",
+    ),
+    _no_flag(
+        [
+            "cpu-offload-gb",
+            "cpu-offload-params",
+            "offload-backend",
+            "offload-group-size",
+            "offload-num-in-group",
+            "offload-params",
+        ],
+        "--cpu-offload-* and --offload-*: weights in the host's memory are not released before the capture; use a GPU that holds them",
+    ),
+    CEL(
+        f"!{_ARGS}.matches(r'(^|\\n)--{_flag('mm-tensor-ipc')}[=\\n]torch_shm(\\n|$)')",
+        "--mm-tensor-ipc=torch_shm shares memory between processes (CUDA IPC), which cannot be captured",
+    ),
     _no_flag(
         ["speculative-config", "sc", "spec-method", "spec-model", "spec-tokens"],
         "speculative decoding cannot be captured: its drafter is not released and reloaded",
@@ -372,6 +427,14 @@ class VLLMSnapshotSpec(Model):
             "!has(self.args) || size(self.args) == 0 || self.args[0].startsWith('-')",
             "args must start with a flag: the model is spec.model",
             field_path=".args",
+        ),
+        _no_resource("^nvidia[.]com/mig-", f"a MIG device (nvidia.com/mig-*) cannot be captured: request {c.GPU}"),
+        _no_resource(
+            "^nvidia[.]com/.*[.]shared$", f"a time-sliced GPU (nvidia.com/gpu.shared) cannot be captured: request {c.GPU}"
+        ),
+        _no_resource(
+            "^(amd[.]com/|google[.]com/tpu|gpu[.]intel[.]com/|habana[.]ai/|aws[.]amazon[.]com/neuron|huawei[.]com/Ascend)",
+            f"only GPUs of NVIDIA can be captured (amd.com/gpu, google.com/tpu and others cannot): request {c.GPU}",
         ),
     ]
     model: Annotated[
