@@ -107,6 +107,30 @@ def test_the_commands_of_the_quickstart_do_what_the_page_says(cluster: Cluster) 
         assert cluster.kubectl(*arguments, timeout=180).strip(), line
 
 
+async def test_kept_weights(system: System) -> None:
+    """The weights are in the artifact: larger by them, and nothing is read from the model between release and serving."""
+    name = "kept"
+    manifest = example("smollm2", capture={"weights": "Keep"})
+    manifest["metadata"]["name"] = name
+    async with observed(system, name):
+        system.apply(manifest)
+        kept = (await system.wait_captured(name, timeout_s=COLD_S))["status"]["artifact"]
+        (seed,) = await system.wait_ready(name, 1)
+        discarded = (await system.wait_captured(MAIN))["status"]["artifact"]
+        assert (kept["weights"], discarded["weights"]) == ("Keep", "Discard")
+        # At least the embedding: matrices that vLLM packs for a CPU kernel are in either artifact.
+        assert kept["bytes"] - discarded["bytes"] > 40e6
+        system.scale(name, 2)
+        pod = await newcomer(system, name, names([seed]))
+        await system.wait_ready(name, 2)
+        pod = await started(system, pod, c.START_RESTORE)
+        assert [await system.complete(p, demo.MODEL) for p in (seed, pod)] == [demo.ANSWER] * 2
+        longer = [await system.complete(p, demo.MODEL, max_tokens=16, prompt="Once upon a time") for p in (seed, pod)]
+        assert longer[0]
+        assert longer[0] == longer[1]
+    await remove(system, name)
+
+
 async def test_corrupt_artifact_never_serves(system: System, node: NodeView) -> None:
     """4 MiB of the memory image overwritten: the next replica starts cold, serves, and is captured anew."""
     content = await usable(system, MAIN)

@@ -436,6 +436,14 @@ class VLLMSnapshotSpec(Model):
             "^(amd[.]com/|google[.]com/tpu|gpu[.]intel[.]com/|habana[.]ai/|aws[.]amazon[.]com/neuron|huawei[.]com/Ascend)",
             f"only GPUs of NVIDIA can be captured (amd.com/gpu, google.com/tpu and others cannot): request {c.GPU}",
         ),
+        CEL(
+            "self.capture.policy == 'Disabled' || self.serving.hostNetwork != 'Enabled' || !has(self.resources) "
+            f"|| !has(self.resources.limits) || !('{c.GPU}' in self.resources.limits) "
+            f"|| string(self.resources.limits['{c.GPU}']) == '0'",
+            "hostNetwork with a GPU cannot be captured: CUDA's abstract unix sockets of two replicas would collide; use the pod network, "
+            "or capture.policy: Disabled, which lets every replica start cold",
+            field_path=".serving.hostNetwork",
+        ),
     ]
     model: Annotated[
         str, StringConstraints(min_length=1, max_length=512), Field(description="Model name or path, as `vllm serve`.")
