@@ -71,9 +71,13 @@ def test_killed_while_it_starts(cluster: Cluster) -> None:
 
 
 def test_interrupted_while_it_starts(cluster: Cluster) -> None:
-    with starting() as process:
-        eventually(lambda: running_daemons(cluster))
-        process.send_signal(signal.SIGINT)
+    for _ in range(5):
+        with starting() as process:
+            eventually(lambda: running_daemons(cluster))
+            process.send_signal(signal.SIGINT)
+        if process.returncode != 0:
+            break
+        cluster.down()  # on a busy machine it may have come up before the signal was sent
     assert process.returncode == 130
     assert leftovers() == []
 
