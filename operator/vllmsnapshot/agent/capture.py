@@ -294,7 +294,8 @@ def check_descriptors(container: Container, process: Process, request: CaptureRe
                 raise CaptureError(
                     Reason.PREFLIGHT_IO_URING,
                     f"{who}: descriptor {name} is an io_uring ring, which CRIU cannot dump; "
-                    "use seccompProfile RuntimeDefault, or sysctl kernel.io_uring_disabled=2",
+                    "use seccompProfile RuntimeDefault, where that allows it Localhost vllmsnapshot/no-io-uring.json, "
+                    "or sysctl kernel.io_uring_disabled=2",
                 )
             if link.startswith(("/dev/nvidia", "/dev/kfd", "/dev/dri/", "/dev/infiniband")) and not accelerator.claims(link):
                 raise CaptureError(Reason.DUMP_FAILED, f"{who}: descriptor {name} is {link}, which this agent cannot capture")

@@ -25,6 +25,11 @@ class Config:
     accelerator: str = _option(
         "auto", "VLLMSNAPSHOT_ACCELERATOR", "auto (cuda where the driver loads and there is a GPU), cpu or cuda"
     )
+    seccomp_profile: str = _option(
+        "install",
+        "VLLMSNAPSHOT_SECCOMP_PROFILE",
+        "install: keep vllmsnapshot/no-io-uring.json in the kubelet's seccomp directory; none",
+    )
     host: str = _option("", "VLLMSNAPSHOT_HEALTH_HOST", "address of the health endpoint; empty: all")
     port: int = _option(8081, "VLLMSNAPSHOT_HEALTH_PORT", "port of /healthz, /readyz and /metrics; 0: none")
     metrics: str = _option("on", "VLLMSNAPSHOT_METRICS", "on or off: whether /metrics is served")
@@ -55,6 +60,8 @@ def parse(args: Sequence[str], env: Mapping[str, str]) -> Config:
         parser.error("--resync-seconds must be in 0.1..3600, --doctor-seconds in 1..86400")
     if config.accelerator not in ("auto", "cpu", "cuda"):
         parser.error(f"--accelerator {config.accelerator} is neither auto, cpu nor cuda")
+    if config.seccomp_profile not in ("install", "none"):
+        parser.error(f"--seccomp-profile {config.seccomp_profile} is neither install nor none")
     if config.log_level not in ("DEBUG", "INFO", "WARNING", "ERROR"):
         parser.error(f"--log-level {config.log_level} is not a level")
     if config.log_format not in ("text", "json"):

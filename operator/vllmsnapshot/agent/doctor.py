@@ -229,7 +229,7 @@ def io_uring(proc: Path) -> Finding:
         value = "0"
     if value == "2":
         return passed("off")
-    return passed("on; the replicas' seccompProfile RuntimeDefault refuses it")
+    return passed("on; the replicas' seccompProfile must refuse it (RuntimeDefault of containerd from 2.0 on does)")
 
 
 def memory(meminfo: str) -> Finding:

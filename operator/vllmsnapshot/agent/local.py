@@ -15,7 +15,7 @@ from vllmsnapshot_child.protocol import Oracle, ProtocolError
 
 from ..api import constants as c
 from ..api.constants import Reason
-from . import capture, cuda, doctor, gpu_doctor, identity, restore
+from . import capture, cuda, doctor, gpu_doctor, identity, restore, seccomp
 from .accelerator import Accelerator, Cpu
 from .config import Config
 from .containers import Container, find, kill_all
@@ -38,6 +38,7 @@ class LocalOps:
         self._kubelet_dir = Path(config.kubelet_dir)
         self._criu = Criu(prefix=Path(config.criu_prefix), cgroup_root=Path(config.cgroup_root))
         self._wanted = config.accelerator
+        self._seccomp = config.seccomp_profile == "install"
         self._accelerator = accelerator or (cuda.Cuda() if config.accelerator == "cuda" else Cpu())
         self._gpu_said = ""
         self._proc = proc
@@ -49,7 +50,11 @@ class LocalOps:
     def doctor(self) -> Health:
         """Examine the node. A driver that has come since the last time is used from now on."""
         self._accelerator, seen = cuda.survey(self._accelerator, self._wanted, proc=self._proc)
-        checks = doctor.examine(self._criu, self.store.root, self._kubelet_dir, proc=self._proc, more=gpu_doctor.checks(seen))
+        more = [
+            ("seccomp", lambda: seccomp.check(self._kubelet_dir, wanted=self._seccomp)),
+            *gpu_doctor.checks(seen),
+        ]
+        checks = doctor.examine(self._criu, self.store.root, self._kubelet_dir, proc=self._proc, more=more)
         message, gpu = doctor.trouble(checks), doctor.trouble(checks, gpu=True)
         if gpu not in ("", self._gpu_said):
             log.warning("replicas with a GPU start cold: %s", gpu)
