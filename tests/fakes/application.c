@@ -238,9 +238,16 @@ static void unmap(const struct allocation *a)
 
 /* --- requests of the driver's side ----------------------------------------------------------------------------------- */
 
-static void spoil(unsigned char *at, uint64_t size)
+/* A byte in the middle of the largest allocation. */
+static void spoil(void)
 {
-	at[size / 2] ^= 1;
+	struct allocation *largest = allocations;
+
+	for (struct allocation *a = allocations; a < allocations + ALLOCATIONS; a++)
+		if (a->at && (!largest->at || a->size > largest->size))
+			largest = a;
+	if (largest->at)
+		(largest->copy ? largest->copy : largest->at)[largest->size / 2] ^= 1;
 }
 
 static int checkpoint(int lose)
@@ -253,11 +260,9 @@ static int checkpoint(int lose)
 			if (a->copy == MAP_FAILED)
 				abort();
 			memcpy(a->copy, a->at, a->size);
-			if (lose) {
-				spoil(a->copy, a->size);
-				lose = 0;
-			}
 		}
+	if (lose)
+		spoil();
 	for (a = allocations; a < end; a++)
 		if (a->at) {
 			unmap(a);
@@ -271,7 +276,7 @@ static int checkpoint(int lose)
 static int restore(const struct request *request)
 {
 	struct allocation *a, *end = allocations + ALLOCATIONS;
-	int minor = page->minor, lose = request->lose, result;
+	int minor = page->minor, result;
 
 	if (request->paired) {
 		if (request->pair[15] != minor)
@@ -300,11 +305,9 @@ static int restore(const struct request *request)
 			memcpy(a->at, a->copy, a->size);
 			munmap(a->copy, a->size);
 			a->copy = NULL;
-			if (lose) {
-				spoil(a->at, a->size);
-				lose = 0;
-			}
 		}
+	if (request->lose)
+		spoil();
 	page->state = LOCKED;
 	return SUCCESS;
 }

@@ -46,7 +46,7 @@
 
 #define DIRECTORY "VLLMSNAPSHOT_FAKE_GPU"
 
-enum { NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3 };
+enum { NVML_UNINITIALIZED = 1, NVML_INVALID_ARGUMENT = 2, NVML_NOT_SUPPORTED = 3 };
 
 static int initialized;
 
@@ -478,7 +478,9 @@ int nvmlInit_v2(void)
 
 int nvmlShutdown(void)
 {
-	if (users && !--users && control >= 0)
+	if (!users)
+		return NVML_UNINITIALIZED;
+	if (!--users && control >= 0)
 		close(control);
 	return SUCCESS;
 }

@@ -104,6 +104,8 @@ class Bare:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.STDOUT,
+                # Ctrl-C is for whoever has to clean up.
+                start_new_session=True,
             )
             self.expect("init")
         except BaseException:

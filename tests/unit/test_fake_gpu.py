@@ -282,3 +282,22 @@ def test_the_kernel_is_what_the_expectation_says(machine: Machine) -> None:
     app.call("mix", at, len(data) // 4 - 1, 0xDEADBEEF, 0xFFFFFFF0)
     expected = device.mixed(data[:-4], 0xDEADBEEF, 0xFFFFFFF0) + data[-4:]
     assert app.call("read", at, len(data)).encode("latin-1") == expected
+
+
+def test_what_nvml_keeps_open_stays_until_it_is_closed(tmp_path: Path, library: Path) -> None:
+    (tmp_path / "nvidiactl").touch()
+    (tmp_path / "libnvidia-ml.so.1").symlink_to(library)
+    code = """
+import ctypes, os
+from tests.gpu.loop import close_nvml
+def held():
+    return sum("nvidiactl" in os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}"))
+print(close_nvml(), held())
+library = ctypes.CDLL("libnvidia-ml.so.1")
+assert library.nvmlInit_v2() == library.nvmlInit_v2() == 0
+print(held(), close_nvml(), held(), close_nvml())
+"""
+    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "VLLMSNAPSHOT_FAKE_DEV": str(tmp_path)}
+    root = Path(__file__).resolve().parents[2]
+    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.split() == ["0", "0", "1", "2", "0", "0"]
