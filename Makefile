@@ -67,7 +67,7 @@ lock: venv ## Pin the newest versions that pyproject.toml allows
 	$(VENV)/bin/pip install --quiet uv
 	$(VENV)/bin/uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.11 --upgrade --quiet -o requirements.lock
 
-.PHONY: test test-unit test-controlplane test-node test-e2e
+.PHONY: test test-unit test-controlplane test-node test-e2e test-gpu
 test: lint prepare ## Everything: lint, unit, controlplane, node (real CRIU), e2e (real vLLM)
 	$(PY) -m pytest tests/unit tests/controlplane tests/node tests/e2e $(PYTEST_ARGS)
 test-unit: venv ## Quick tests without a cluster
@@ -78,6 +78,9 @@ test-node: venv ## Real containers and CRIU with a small engine
 	$(PY) -m pytest tests/node $(PYTEST_ARGS)
 test-e2e: venv ## The whole system with real vLLM
 	$(PY) -m pytest tests/e2e $(PYTEST_ARGS)
+# Needs no environment: where there is a GPU there may be no network to make one from.
+test-gpu: ## Prove it on this machine's GPU, docs/gpu.md (ARGS=--fake tries the script without one)
+	@$(PYTHON) -m tests.gpu $(ARGS)
 
 .PHONY: format
 format: venv ## Format the code

@@ -41,6 +41,8 @@ class Recipe:
     base: str | None = None
     arguments: Mapping[str, str] = field(default_factory=dict)
     needs_wheels: bool = False
+    #: The stage that is wanted; the last one if empty.
+    target: str = ""
 
 
 RECIPES: Final[Mapping[str, Recipe]] = {
@@ -189,6 +191,7 @@ class Builder:
             f"--opt=context:base=oci-layout://base@{base.digest}",
         ]
         command += [f"--opt=build-arg:{name}={value}" for name, value in arguments.items()]
+        command += [f"--opt=target={recipe.target}"] if recipe.target else []
         if recipe.needs_wheels:
             folder = wheels() or self._work / "no-wheels"
             folder.mkdir(exist_ok=True)

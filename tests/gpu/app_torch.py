@@ -14,7 +14,8 @@ os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # equal answers of 
 
 import torch
 
-from tests.gpu.loop import attend, close_nvml
+from tests.gpu.loop import attend
+from vllmsnapshot_child.memory import close_nvml
 
 WIDTH = 512
 

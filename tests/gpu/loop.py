@@ -3,7 +3,6 @@ Runs in a container."""
 
 from __future__ import annotations
 
-import ctypes
 import json
 import os
 import time
@@ -11,21 +10,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 POLL_S = 0.005
-
-NVML_UNINITIALIZED = 1
-
-
-def close_nvml() -> int:
-    """End this process's use of NVML, which keeps descriptors of the driver open that no checkpoint closes; how many times it
-    was in use. PyTorch asks NVML for the number of GPUs and leaves it so."""
-    try:
-        library = ctypes.CDLL("libnvidia-ml.so.1", mode=os.RTLD_NOLOAD | os.RTLD_LAZY)
-    except OSError:
-        return 0
-    count = 0
-    while library.nvmlShutdown() != NVML_UNINITIALIZED:
-        count += 1
-    return count
 
 
 def say(message: Mapping[str, Any]) -> None:

@@ -29,16 +29,14 @@ SKIPPED_CONTROLLERS = {"cpuset"}
 
 
 def prefix() -> Path | None:
-    """CRIU's prefix: that of the environment, the agent's image, or the developer's cache."""
-    places = [
-        os.environ.get("VLLMSNAPSHOT_CRIU_PREFIX", ""),
-        "/opt/criu",
-        str(Path("~/.cache/vllmsnapshot-dev/criu").expanduser()),
-    ]
-    places += [str(p) for p in sorted(Path("~/.cache/vllmsnapshot").expanduser().glob("criu*"))]
+    """CRIU's prefix: that of the environment, the agent's image, the developer's own, or what tests/cluster/criu.py built."""
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    named = os.environ.get("VLLMSNAPSHOT_CRIU_PREFIX")
+    places = [*([Path(named)] if named else []), Path("/opt/criu"), Path("~/.cache/vllmsnapshot-dev/criu").expanduser()]
+    places += sorted((cache / "vllmsnapshot").glob("criu-*"), key=lambda p: p.stat().st_mtime, reverse=True)
     for place in places:
-        if place and (Path(place) / "usr/sbin/criu").exists():
-            return Path(place)
+        if (place / "usr/sbin/criu").exists():
+            return place
     return None
 
 

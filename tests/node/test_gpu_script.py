@@ -121,7 +121,7 @@ def test_a_proof_and_its_report(directory: Path) -> None:
         ("Restore 2 lose", "is not what was captured: before"),
         ("Restore 3 lose", "is not what was captured: before"),
         ("Lock 1 error 600", "GpuCheckpointFailed: Lock of process"),
-        ("Restore 2 error 2", "InsufficientGpuMemory: Restore of process"),
+        ("Restore 2 error 2", "GpuOutOfMemory: Restore of process"),
         ("Unlock 3 stay", "is LOCKED instead of RUNNING"),
     ],
 )

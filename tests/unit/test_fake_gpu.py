@@ -289,7 +289,7 @@ def test_what_nvml_keeps_open_stays_until_it_is_closed(tmp_path: Path, library: 
     (tmp_path / "libnvidia-ml.so.1").symlink_to(library)
     code = """
 import ctypes, os
-from tests.gpu.loop import close_nvml
+from vllmsnapshot_child.memory import close_nvml
 def held():
     return sum("nvidiactl" in os.readlink(f"/proc/self/fd/{n}") for n in os.listdir("/proc/self/fd") if os.path.exists(f"/proc/self/fd/{n}"))
 print(close_nvml(), held())
@@ -297,7 +297,11 @@ library = ctypes.CDLL("libnvidia-ml.so.1")
 assert library.nvmlInit_v2() == library.nvmlInit_v2() == 0
 print(held(), close_nvml(), held(), close_nvml())
 """
-    env = {**os.environ, "LD_LIBRARY_PATH": str(tmp_path), "VLLMSNAPSHOT_FAKE_DEV": str(tmp_path)}
-    root = Path(__file__).resolve().parents[2]
-    done = subprocess.run([sys.executable, "-c", code], env=env, cwd=root, capture_output=True, text=True, check=True)
+    env = {
+        **os.environ,
+        "LD_LIBRARY_PATH": str(tmp_path),
+        "VLLMSNAPSHOT_FAKE_DEV": str(tmp_path),
+        "PYTHONPATH": ":".join(sys.path),
+    }
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, check=True)
     assert done.stdout.split() == ["0", "0", "1", "2", "0", "0"]
