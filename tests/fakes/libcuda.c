@@ -1,5 +1,5 @@
 /*
- * The NVIDIA driver as the agent sees it: the symbols of libcuda and libnvidia-ml that agent/cuda.py calls, and no other.
+ * The NVIDIA driver as the agent sees it: the symbols of libcuda and libnvidia-ml that agent/driver.py calls, and no other.
  * What applications call is in application.c; both are one library. What it knows is below $VLLMSNAPSHOT_FAKE_GPU, so that several
  * processes see one driver. A process is one of two:
  *

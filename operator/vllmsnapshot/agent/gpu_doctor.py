@@ -11,8 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from .cuda import DRIVER_MINIMUM, LIBCUDA, VGPU, Survey, too_old
+from .cuda import Survey, too_old
 from .doctor import GPU, Finding, failed, passed, warned
+from .driver import DRIVER_MINIMUM, LIBCUDA, VGPU
 
 NO_PROCESS_BYTES: Final = 2 << 30
 """Memory in use on a GPU that no process uses, from which on it is odd. The driver itself reserves up to about 1 GiB."""

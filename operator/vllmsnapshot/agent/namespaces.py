@@ -36,10 +36,11 @@ _RESOLVE_NO_MAGICLINKS: Final = 0x02
 _RESOLVE_IN_ROOT: Final = 0x10
 _PR_SET_PDEATHSIG: Final = 1
 
-_libc = ctypes.CDLL(None, use_errno=True)
+libc = ctypes.CDLL(None, use_errno=True)
 
 
-def _check(result: int, what: str) -> int:
+def checked(result: int, what: str) -> int:
+    """The result of a call of libc. Raises OSError if it is negative."""
     if result < 0:
         number = ctypes.get_errno()
         raise OSError(number, f"{what}: {os.strerror(number)}")
@@ -48,22 +49,22 @@ def _check(result: int, what: str) -> int:
 
 def setns(fd: int, kinds: int) -> None:
     """Join namespaces: of the process behind a pidfd, or the one behind an nsfs descriptor. PID applies to children only."""
-    _check(_libc.setns(fd, kinds), "setns")
+    checked(libc.setns(fd, kinds), "setns")
 
 
 def die_with_parent(number: int) -> None:
     """Have the kernel send signal `number` to this process when the thread that started it ends."""
-    _check(_libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number)), "prctl")
+    checked(libc.prctl(_PR_SET_PDEATHSIG, ctypes.c_ulong(number)), "prctl")
 
 
 def pidfd_getfd(pidfd: int, fd: int) -> int:
     """A duplicate of another process's descriptor: the same open file, close-on-exec here. Raises OSError(EBADF) if it is closed."""
-    return _check(int(_libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)), "pidfd_getfd")
+    return checked(int(libc.syscall(_SYS_PIDFD_GETFD, pidfd, fd, 0)), "pidfd_getfd")
 
 
 def same_open_file(pid: int, fd: int, other_pid: int, other_fd: int) -> bool:
     """Whether two descriptors of two processes are one open file: inherited, or passed on. False if either is gone."""
-    return int(_libc.syscall(_SYS_KCMP, pid, other_pid, _KCMP_FILE, ctypes.c_ulong(fd), ctypes.c_ulong(other_fd))) == 0
+    return int(libc.syscall(_SYS_KCMP, pid, other_pid, _KCMP_FILE, ctypes.c_ulong(fd), ctypes.c_ulong(other_fd))) == 0
 
 
 def open_in_root(root_fd: int, path: str, flags: int, *, cross_mounts: bool = True) -> int:
@@ -74,7 +75,7 @@ def open_in_root(root_fd: int, path: str, flags: int, *, cross_mounts: bool = Tr
     resolve = _RESOLVE_IN_ROOT | _RESOLVE_NO_MAGICLINKS | (0 if cross_mounts else _RESOLVE_NO_XDEV)
     how = struct.pack("=QQQ", flags | os.O_CLOEXEC, 0, resolve)
     while True:
-        result = int(_libc.syscall(_SYS_OPENAT2, root_fd, os.fsencode(path), how, len(how)))
+        result = int(libc.syscall(_SYS_OPENAT2, root_fd, os.fsencode(path), how, len(how)))
         if result >= 0:
             return result
         number = ctypes.get_errno()

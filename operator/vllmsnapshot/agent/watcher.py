@@ -7,10 +7,11 @@ moves down as the kubelet makes the rest. Wake-ups are hints: too many or too fe
 from __future__ import annotations
 
 import asyncio
-import ctypes
 import os
 import struct
 from collections.abc import Callable
+
+from .namespaces import checked, libc
 
 IN_CLOSE_WRITE, IN_MOVED_TO, IN_CREATE, IN_DELETE = 0x8, 0x80, 0x100, 0x200
 IN_DELETE_SELF, IN_MOVE_SELF = 0x400, 0x800
@@ -29,7 +30,6 @@ class Watcher:
 
     def __init__(self, wake: Callable[[str], None]) -> None:
         self._wake = wake
-        self._libc = ctypes.CDLL(None, use_errno=True)
         self._fd = -1
         self._targets: dict[str, str] = {}  # pod UID -> control directory
         self._place: dict[str, int] = {}  # pod UID -> watch descriptor it hangs on
@@ -38,9 +38,7 @@ class Watcher:
 
     def start(self) -> None:
         """Open inotify and follow it from the running loop. Raises OSError if the node allows no instance more."""
-        self._fd = self._libc.inotify_init1(IN_NONBLOCK | IN_CLOEXEC)
-        if self._fd < 0:
-            raise OSError(ctypes.get_errno(), "inotify_init1")
+        self._fd = checked(libc.inotify_init1(IN_NONBLOCK | IN_CLOEXEC), "inotify_init1")
         asyncio.get_running_loop().add_reader(self._fd, self._drain)
 
     def stop(self) -> None:
@@ -93,7 +91,7 @@ class Watcher:
                 return
 
     def _watch(self, path: str) -> int:
-        return int(self._libc.inotify_add_watch(self._fd, os.fsencode(path), MASK))
+        return int(libc.inotify_add_watch(self._fd, os.fsencode(path), MASK))
 
     def _leave(self, uid: str) -> None:
         self._deep.discard(uid)
@@ -104,7 +102,7 @@ class Watcher:
         users.discard(uid)
         if not users:
             self._users.pop(wd, None)
-            self._libc.inotify_rm_watch(self._fd, wd)
+            libc.inotify_rm_watch(self._fd, wd)
 
     def _drain(self) -> None:
         try:
