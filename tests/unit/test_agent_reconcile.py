@@ -242,6 +242,18 @@ async def test_cold_without_a_barrier(box: Box, settings: PodSettings, health: H
     assert box.verified("a") == ("True", Reason.VERIFIED)
 
 
+async def test_a_failed_order_names_what_is_wrong_with_the_gpus(box: Box) -> None:
+    box.node.health = Health(capable=True, gpu="gpu-mode: MIG is on")
+    box.add_content("art", "a")
+    uid = box.add_pod("a")
+    box.kube.touch(box.pod("a"))["spec"]["containers"][0]["resources"] = {"limits": {"nvidia.com/gpu": "1"}}
+    box.sync()
+    box.hello(uid)
+    await box.settle()
+    content = box.kube.objects["vllmsnapshotcontents", "", "art"]
+    assert "MIG is on" in facts.condition(content, c.FAILED)["message"]
+
+
 @pytest.mark.parametrize("resources", [{"limits": {"nvidia.com/gpu": "1"}}, {"claims": [{"name": "gpu"}]}])
 async def test_only_replicas_with_a_gpu_depend_on_the_gpus(box: Box, resources: dict[str, Any]) -> None:
     box.node.health = Health(capable=True, gpu="gpu-driver: NVIDIA driver 570 is too old")
@@ -939,6 +951,7 @@ async def test_another_life_of_the_container_is_not_ended(box: Box) -> None:
     ("gpu", "health", "how", "attended"),
     [
         (True, "", "restored", True),
+        (True, "", "foreign", False),
         (True, "", "captured", True),
         (True, "", "cold", False),
         (True, None, "restored", False),
@@ -959,7 +972,7 @@ async def test_only_the_end_of_an_engine_that_the_driver_put_back_is_attended(
     box.hello(uid)
     await box.settle()
     if how != "restored":
-        box.ready(uid)
+        box.ready(uid, protocol_version=None if how == "foreign" else 1)
         box.advance(uid, 6)
         await box.settle()
     release = box.files(uid).release

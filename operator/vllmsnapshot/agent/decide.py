@@ -266,7 +266,8 @@ def next_step(v: View) -> Step:
     if v.files.release is not None:
         return _released_step(v)
     if start is not None and start.mode == "cold" and not start.attended:
-        failed = _fail_order(v, Reason.SOURCE_RELEASED, f"starts without a barrier: {start.reason}")
+        why = f"{start.reason}: {start.message}" if start.message else start.reason
+        failed = _fail_order(v, Reason.SOURCE_RELEASED, f"starts without a barrier: {why}")
         if failed is not None:
             return failed
     return Wait(why="starting")

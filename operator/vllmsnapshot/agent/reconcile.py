@@ -425,7 +425,8 @@ class Pods:
             host=v.pod.host,
             port=v.pod.port,
             env={**v.pod.env, c.ENV_PORT: str(v.pod.port)},
-            attend_end=moved and v.pod.gpu and self.node.health.gpu == "",
+            # vLLM's own server knows nothing of it.
+            attend_end=moved and v.pod.gpu and self.node.health.gpu == "" and not decide.foreign(v),
         )
 
     async def _capture(self, v: View, step: decide.Capture) -> None:
