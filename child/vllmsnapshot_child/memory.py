@@ -57,9 +57,8 @@ def park_listeners() -> list[str]:
     parked = []
     for name in os.listdir("/proc/self/fd"):
         fd = int(name)
-        try:
-            copy = socket.socket(fileno=os.dup(fd))
-        except OSError:
+        copy = _socket(fd)
+        if copy is None:
             continue
         with copy:
             if copy.family not in (socket.AF_INET, socket.AF_INET6):
@@ -75,6 +74,20 @@ def park_listeners() -> list[str]:
                 os.dup2(inert.fileno(), fd, inheritable)
             parked.append(where)
     return parked
+
+
+def _socket(fd: int) -> socket.socket | None:
+    """The socket behind a descriptor, by a descriptor of its own; None if it is none. Leaves no descriptor behind: that of a GPU
+    would keep the GPU from being let go."""
+    try:
+        own = os.dup(fd)
+    except OSError:
+        return None
+    try:
+        return socket.socket(fileno=own)
+    except OSError:
+        os.close(own)
+        return None
 
 
 def resident_anonymous() -> int:

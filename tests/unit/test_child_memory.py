@@ -85,7 +85,11 @@ bound = socket.socket(); bound.bind(("127.0.0.1", 0))
 local = socket.socket(socket.AF_UNIX); local.bind("\\0vllmsnapshot-test-%d" % os.getpid()); local.listen()
 fds = [s.fileno() for s in listeners]
 ports = [s.getsockname()[1] for s in listeners]
+device = open("/dev/null")
+held = lambda: [os.path.realpath("/proc/self/fd/" + fd) for fd in os.listdir("/proc/self/fd")].count("/dev/null")
+before = held()
 parked = memory.park_listeners()
+assert held() == before, "a second descriptor would keep a GPU from being let go"
 assert sorted(parked) == sorted(["127.0.0.1:%d" % ports[0], "::1:%d" % ports[1]]), parked
 assert [socket.socket(fileno=os.dup(fd)).family for fd in fds] == [socket.AF_UNIX] * 2
 assert bound.getsockname()[1] and local.getsockopt(socket.SOL_SOCKET, socket.SO_ACCEPTCONN)
