@@ -143,7 +143,7 @@ def test_switches(case: tuple[Object, list[Object]]) -> None:
     rbac = values.get("rbac", {})
     aggregated = [r for r in of_kind(objects, "ClusterRole") if any("aggregate-to" in k for k in r["metadata"]["labels"])]
     assert bool(of_kind(objects, "ClusterRoleBinding")) is rbac.get("create", True)
-    assert len(aggregated) == (2 if rbac.get("create", True) and rbac.get("aggregate", True) else 0)
+    assert len(aggregated) == (4 if rbac.get("create", True) and rbac.get("aggregate", True) else 0)
     policies = of_kind(objects, "ValidatingAdmissionPolicy")
     assert bool(policies) is values.get("agent", {}).get("admissionPolicy", {}).get("enabled", True)
     account = workloads(objects)["agent"]["spec"]["template"]["spec"]["serviceAccountName"]
