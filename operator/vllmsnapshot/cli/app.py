@@ -443,8 +443,7 @@ def artifacts_gc(
         found = artifacts.garbage(snapshots, contents, pods, nodes, reports)
         doomed = [item for item in found if retained or not item.retained]
         if output.structured:
-            dump([{"name": item.content.name, "node": item.content.node, "snapshot": item.owner, "why": item.why,
-                   "removed": item in doomed and not dry_run} for item in found], output)  # fmt: skip
+            dump([_garbage(item, removed=item in doomed and not dry_run) for item in found], output)
         elif found:
             out = console()
             show(out, artifacts.garbage_lines(found, width=width_of(out)))
@@ -460,6 +459,11 @@ def artifacts_gc(
         return None
 
     run(Target(kubeconfig, context, namespace), work)
+
+
+def _garbage(item: artifacts.Garbage, *, removed: bool) -> Object:
+    content = item.content
+    return {"name": content.name, "node": content.node, "snapshot": item.owner, "why": item.why, "removed": removed}
 
 
 # --- recapture, doctor, bench ----------------------------------------------------------------------------------------

@@ -121,10 +121,8 @@ def inspect(obj: Object, now: float, *, width: int | None = None) -> list[Text]:
         made.append(_field("Recapture", f"ordered for request {item.recapture}"))
     if status.restores is not None:
         counts = status.restores
-        made.append(
-            _field("Restores", f"{counts.succeeded} succeeded, {counts.failed} failed, {counts.consecutive_failures} of them "
-                   f"in a row (budget {spec.get('failureBudget', 3)})")
-        )  # fmt: skip
+        budget = f"{counts.consecutive_failures} in a row, budget {spec.get('failureBudget', 3)}"
+        made.append(_field("Restores", f"{counts.succeeded} succeeded, {counts.failed} failed ({budget})"))
         if counts.last_failure:
             made.append(_field("", counts.last_failure))
     if status.verification is not None:

@@ -60,7 +60,10 @@ def candidates(words: Sequence[str]) -> list[str]:
     if pending is not None:
         return _start(current, _values(pending, known))
     if current.startswith("-"):
-        return _start(current, [f"{name}\t{_help(p)}" for p in _options(command) for name in p.opts if name.startswith("--")])
+        return _start(
+            current,
+            [f"{name}\t{_help(p)}" for p in _options(command) for name in (*p.opts, *p.secondary_opts) if name.startswith("--")],
+        )
     commands = getattr(command, "commands", {})
     if commands:
         return _start(current, [f"{name}\t{item.get_short_help_str(80)}" for name, item in commands.items() if not item.hidden])

@@ -104,10 +104,10 @@ def _head(obj: Object, now: float) -> list[Text]:
         ),
     ]
     if record.get("content"):
+        captured = f"captured {age(timestamp(record.get('capturedAt')), now)} ago"
         made.append(
-            _field("Artifact", f"{record['content']} on node {record.get('node')}, {size(record.get('bytes'))}, "
-                   f"captured {age(timestamp(record.get('capturedAt')), now)} ago")
-        )  # fmt: skip
+            _field("Artifact", f"{record['content']} on node {record.get('node')}, {size(record.get('bytes'))}, {captured}")
+        )
     if timings:
         words = (
             ("cold", timings.get("coldStart")),
@@ -125,7 +125,7 @@ def _head(obj: Object, now: float) -> list[Text]:
         found = condition(obj, kind)
         if found:
             style = GOOD if found.get("status") == wanted else DOUBT if kind != c.DEGRADED else BAD
-            line = Text(f"  {kind:<14}")
+            line = Text(f"  {kind:<15}")
             line.append(f"{found.get('status'):<8}", style=style)
             line.append(plain(f"{found.get('reason')}: {found.get('message')}"))
             made.append(line)

@@ -149,8 +149,8 @@ def age(since: float, now: float) -> str:
     seconds = int(max(0.0, now - since)) if since else -1
     if seconds < 0:
         return "-"
-    for unit, length, lower, below in (("d", 86400, "h", 10), ("h", 3600, "m", 8), ("m", 60, "s", 10)):
-        if seconds >= 2 * length or (unit == "d" and seconds >= length):
+    for unit, length, lower, below in (("d", 86400, "h", 8), ("h", 3600, "m", 8), ("m", 60, "s", 10)):
+        if seconds >= 2 * length:
             whole, rest = divmod(seconds, length)
             minor = rest // {"h": 3600, "m": 60, "s": 1}[lower]
             return f"{whole}{unit}{minor}{lower}" if minor and whole < below else f"{whole}{unit}"
