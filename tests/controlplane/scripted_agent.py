@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from vllmsnapshot.api import constants as c
-from vllmsnapshot.api.types import PodReport
+from vllmsnapshot.api.types import PodReport, PodSettings, Toggle
 from vllmsnapshot.kube import CONTENTS, NODES, PODS, SNAPSHOT_NODES, ApiError, Kube, Object, Resource
 
 R = c.Reason
@@ -45,6 +45,7 @@ class World:
     kubelet: bool = True
     capture: Literal["succeed", "fail", "hang"] = "succeed"
     restore: Literal["succeed", "fail"] = "succeed"
+    verify: Literal["intact", "corrupt", "hang"] = "intact"
     environment: dict[str, str] = field(default_factory=lambda: {"kernel": "6.18"})
     patient: bool = False
     """Replicas wait at the barrier for an order that the operator has not written yet (it will)."""
@@ -159,7 +160,11 @@ class World:
             and item["spec"]["identity"] == meta["labels"][c.LABEL_IDENTITY]
             and item["spec"]["nodeName"] == pod["spec"]["nodeName"]
         ]
+        settings = PodSettings.model_validate_json(meta["annotations"].get(c.ANNOTATION_SETTINGS, "{}"))
+        mine = [item for item in contents if item["spec"]["sourcePod"]["uid"] == meta["uid"]]
         match report.state:
+            case "Deciding" if settings.recapture and not any(_answered(item) for item in mine):
+                await self._report(pod, start="cold", reason=R.RECAPTURE, message="to be captured", state="Starting")
             case "Deciding" if fitting and self.restore == "succeed":
                 name = fitting[0]["metadata"]["name"]
                 await self._report(pod, start="restore", reason=R.RESTORED, content=name, state="Restoring")
@@ -174,7 +179,7 @@ class World:
                 orders = [item for item in contents if item["spec"]["sourcePod"]["uid"] == meta["uid"]]
                 if any(not _answered(item) and "deletionTimestamp" not in item["metadata"] for item in orders):
                     return False
-                if self.patient and not orders:
+                if self.patient and not orders and settings.capture == Toggle.ENABLED:
                     return False
                 await self._report(pod, report, state="Released")
             case "Released" if meta["name"] not in self.port_closed:
@@ -183,7 +188,11 @@ class World:
                     report,
                     state="Serving",
                     serving_at=rfc3339(time.time() + 4),
-                    phases={"restore_s": 1.25, "release_to_serving_s": 2.5},
+                    phases={
+                        "restore_s": 1.25,
+                        "release_to_serving_s": 2.5,
+                        "total_s": 4.0 if report.start == "restore" else 40.0,
+                    },
                 )
             case "Serving" if condition(pod, "ContainersReady") != "True" and self.kubelet:
                 await self._serve(pod)
@@ -202,7 +211,7 @@ class World:
             await self.kube.patch(CONTENTS, name, None, [{"op": "replace", "path": "/metadata/finalizers", "value": []}], "agent")
             return True
         if _answered(item):
-            return False
+            return await self._verify(item)
         source = next((pod for pod in pods if pod["metadata"]["uid"] == item["spec"]["sourcePod"]["uid"]), None)
         if source is None or "deletionTimestamp" in source["metadata"]:
             await self.answer(item, c.FAILED, R.SOURCE_GONE)
@@ -213,6 +222,32 @@ class World:
         if report_of(source).state != "AtBarrier" or self.capture == "hang":
             return False
         await self.answer(item, *((c.CAPTURED, R.CAPTURED) if self.capture == "succeed" else (c.FAILED, R.DUMP_FAILED)))
+        return True
+
+    async def _verify(self, item: Object) -> bool:
+        """The verification that a user asks for."""
+        request = item["metadata"].get("annotations", {}).get(c.ANNOTATION_VERIFY)
+        status = item.get("status", {})
+        if not request or self.verify == "hang" or status.get("verification", {}).get("request") == request:
+            return False
+        now = rfc3339(time.time())
+        corrupt = self.verify == "corrupt"
+        found = {"request": request, "outcome": "Corrupt" if corrupt else "Intact", "files": 3, "bytes": 1 << 30}
+        found |= {"took": "1.00s", "finishedAt": now, "message": "pages-1.img has changed" if corrupt else ""}
+        conditions = list(status["conditions"])
+        if corrupt:
+            conditions.append(
+                {
+                    "type": c.QUARANTINED,
+                    "status": "True",
+                    "reason": R.ARTIFACT_CORRUPT,
+                    "message": "pages-1.img has changed",
+                    "lastTransitionTime": now,
+                }
+            )
+        body = {"metadata": {"name": item["metadata"]["name"], "uid": item["metadata"]["uid"]}}
+        new = {**status, "verification": found, "conditions": conditions}
+        await self.kube.apply(CONTENTS, {**body, "status": new}, c.MANAGER_AGENT, subresource="status")
         return True
 
     async def answer(self, item: Object, kind: str, reason: str, message: str = "scripted") -> None:

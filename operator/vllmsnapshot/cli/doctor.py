@@ -263,10 +263,9 @@ async def examine(kube: Kube, namespace: str) -> list[Finding]:
     definitions = await _try(kube.list(CRDS))
     made += [_unseen("crds", "list customresourcedefinitions")] if definitions is None else crds(definitions)
     labels = f"{PART},{c.LABEL_COMPONENT}"
-    deployments, daemonsets, pods, reports, claims = await asyncio.gather(
+    deployments, daemonsets, reports, claims = await asyncio.gather(
         _try(kube.list(DEPLOYMENTS, labels=f"{labels}={c.COMPONENT_OPERATOR}")),
         _try(kube.list(DAEMONSETS, labels=f"{labels}={c.COMPONENT_AGENT}")),
-        _try(kube.list(PODS, labels=f"{labels}={c.COMPONENT_AGENT}")),
         _try(kube.list(SNAPSHOT_NODES)),
         _try(kube.list(SNAPSHOTS)),
     )
@@ -279,15 +278,23 @@ async def examine(kube: Kube, namespace: str) -> list[Finding]:
             name = f"rights of the {component}"
             made.append(_unseen(name, "create subjectaccessreviews") if denied is None else rights(component, denied))
     made.append(own_rights([(right, command) for right, command in OWN_RIGHTS if not await _may(kube, right, namespace)]))
-    ready = (
-        None
-        if pods is None
-        else frozenset(p["spec"]["nodeName"] for p in pods if is_true(p, "Ready") and p["spec"].get("nodeName"))
-    )
+    ready = await _attended(kube, daemonsets or [])
     made += [_unseen("nodes", "list vllmsnapshotnodes")] if reports is None else nodes(reports, ready)
     if claims is None:
         claims = await _try(kube.list(SNAPSHOTS, namespace))
     return made + snapshots(claims or [])
+
+
+async def _attended(kube: Kube, daemonsets: Sequence[Object]) -> frozenset[str] | None:
+    """Nodes with a Ready agent; None where that cannot be seen."""
+    found: set[str] = set()
+    for item in daemonsets:
+        selector = ",".join(f"{k}={v}" for k, v in sorted(item["spec"]["selector"]["matchLabels"].items()))
+        pods = await _try(kube.list(PODS, item["metadata"]["namespace"], labels=selector))
+        if pods is None:
+            return None
+        found |= {pod["spec"]["nodeName"] for pod in pods if is_true(pod, "Ready") and pod["spec"].get("nodeName")}
+    return frozenset(found) if daemonsets else None
 
 
 async def _try(doing: Any) -> list[Object] | None:
