@@ -11,6 +11,7 @@ Arguments (unknown ones, such as --model, are vLLM's and ignored):
 
     --cold-start-s SECONDS    how long `start` takes at least
     --memory-mib MIB          size of each kind of memory, default 2
+    --abstract-socket         listen on an abstract unix socket of the same name in every replica
     --fault PHASE=HOW         PHASE: start canary release rehearsal prebuild park trim renew reload answer serve
                               HOW: raise, exit (code 17), hang; for rehearsal and answer also: wrong (another answer)
 
@@ -118,6 +119,11 @@ class SmallEngine:
             listener.settimeout(60)
             self.link, _ = listener.accept()
             self.link.settimeout(None)
+        if self.options.abstract_socket:
+            # Like the one of each CUDA process.
+            self.abstract = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            self.abstract.bind("\0cuda-uvmfd-small")
+            self.abstract.listen(1)
         # Like the sockets of gloo: nobody ever connects, and the barrier has to get rid of it.
         self.useless = socket.create_server(("127.0.0.1", 0))
         for _ in range(2):
@@ -340,6 +346,7 @@ def create(args: list[str]) -> SmallEngine:
     parser.add_argument("--model", default="small")
     parser.add_argument("--cold-start-s", type=float, default=0.0)
     parser.add_argument("--memory-mib", type=int, default=2)
+    parser.add_argument("--abstract-socket", action="store_true")
     parser.add_argument("--fault", action="append", default=[])
     try:
         options, _ = parser.parse_known_args(args)
