@@ -18,12 +18,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import json
-import os
-import secrets
 import socket
 from pathlib import Path
 from typing import Any, Final
+
+from vllmsnapshot_child import protocol
 
 from .doctor import Finding, passed, warned
 from .namespaces import CLONE_NEWCGROUP, CLONE_NEWIPC, CLONE_NEWNET, CLONE_NEWNS, CLONE_NEWPID, CLONE_NEWUSER, CLONE_NEWUTS
@@ -81,28 +80,13 @@ def profile() -> dict[str, Any]:
 def install(kubelet_dir: Path) -> None:
     """Write the profile unless it is there: whole, durable, atomic. Raises OSError."""
     path = kubelet_dir / "seccomp" / PROFILE
-    text = json.dumps(profile(), indent=1) + "\n"
-    with contextlib.suppress(OSError):
-        if path.is_file() and not path.is_symlink() and path.read_text() == text:
-            return
     kubelet_dir.stat()  # nothing is made below a directory that is not the kubelet's
     path.parent.mkdir(mode=0o755, parents=True, exist_ok=True)
-    tmp = path.with_name(f".{secrets.token_hex(6)}.tmp")
-    try:
-        fd = os.open(tmp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o644)
-        with open(fd, "w", encoding="ascii") as f:
-            f.write(text)
-            f.flush()
-            os.fsync(f.fileno())
-        tmp.rename(path)
-    except BaseException:
-        tmp.unlink(missing_ok=True)
-        raise
-    fd = os.open(path.parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
+    with protocol.open_dir(str(path.parent)) as fd:
+        with contextlib.suppress(protocol.ProtocolError):
+            if protocol.read(fd, path.name) == profile():
+                return
+        protocol.write(fd, path.name, profile())
 
 
 def check(kubelet_dir: Path, *, wanted: bool) -> Finding:
