@@ -17,7 +17,7 @@ import urllib.request
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Final
+from typing import Any, Final
 
 from tests.cluster import build, cache, cgroups, config, host, namespaces, oci, pki, store
 from tests.cluster.config import Daemon, Mode, Paths
@@ -156,6 +156,11 @@ class Cluster:
         """Run the calling thread, and what it starts, in the cluster's network namespace; come back afterwards."""
         with namespaces.network_namespace(self.pid):
             yield
+
+    def audited(self, user: str) -> list[dict[str, Any]]:
+        """The requests of a service account (``system:serviceaccount:NAMESPACE:NAME``), as the apiserver's audit log has them."""
+        lines = self._paths.audit_log.read_text().splitlines()
+        return [event for event in map(json.loads, lines) if event["user"]["username"] == user]
 
     def kubectl(self, *arguments: Argument, input: str | None = None, timeout: float = 120.0) -> str:  # noqa: A002
         """Run kubectl as administrator, in the caller's directory, and return its output."""

@@ -49,10 +49,11 @@ def cluster() -> Iterator[Cluster]:
 
 
 class Bench:
-    """A node made of a directory, and the agent on it."""
+    """A node made of a directory, and the agent on it, with a client of its own where one is given."""
 
-    def __init__(self, kube: Kube, root: Path, port: int = 0) -> None:
+    def __init__(self, kube: Kube, root: Path, port: int = 0, *, agent: Kube | None = None) -> None:
         self.kube = kube
+        self.agent_kube = agent or kube
         self.kubelet = str(root / "kubelet")
         os.makedirs(os.path.join(self.kubelet, "pods"))
         self.ops = ScriptedOps(lambda _: None)
@@ -75,7 +76,7 @@ class Bench:
         async def ask(_address: str, port: int) -> Oracle | None:
             return self.answers.get(port)
 
-        self.agent = Agent(self.config, self.ops, self.kube, ask)
+        self.agent = Agent(self.config, self.ops, self.agent_kube, ask)
         self._task = asyncio.create_task(self.agent.run())
         return self.agent
 

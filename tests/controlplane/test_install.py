@@ -2,37 +2,36 @@
 
 from __future__ import annotations
 
-import asyncio
-import re
 import time
 from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 import yaml
 
 from tests.apiserver import Api, Object
 from tests.chart import CHART, MATRIX, NAMESPACE, ROOT, template
-from tests.cluster import Cluster
-from tests.controlplane.scripted_agent import World
+from tests.cluster import Cluster, ClusterError, build
+from tests.cluster.progress import Progress
 from vllmsnapshot.api import constants as c
-from vllmsnapshot.controller.app import Operator, Options
 from vllmsnapshot.controller.selftest import examine
-from vllmsnapshot.kube import CONTENTS, EVENTS, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube, Resource
+from vllmsnapshot.kube import CONTENTS, PODS, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube, Resource
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
     with Cluster("install-tests", mode="controlplane") as cluster:
         cluster.kubectl("create", "namespace", NAMESPACE)
+        for crd in build.monitoring_crds(Progress(quiet=True)):
+            cluster.kubectl("apply", "--server-side", "-f", crd)
+        cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
         yield cluster
 
 
 @pytest.mark.parametrize("case", sorted(MATRIX))
 def test_the_server_accepts_the_rendered_chart(cluster: Cluster, case: str) -> None:
     documents = [document for document in yaml.safe_load_all(template(MATRIX[case]).stdout) if document]
-    # The Prometheus operator's kinds are not served here.
-    documents = [document for document in documents if not document["apiVersion"].startswith("monitoring.coreos.com/")]
+    # Without the pod of `helm test`: it needs its service account, which a dry run does not make.
+    documents = [document for document in documents if document["kind"] != "Pod"]
     rendered = yaml.safe_dump_all(documents)
     out = cluster.kubectl("apply", "--server-side", "--dry-run=server", "--validate=strict", "-f", "-", input=rendered)
     assert out.count("serverside-applied") == len(documents)
@@ -51,6 +50,39 @@ def installed(cluster: Cluster) -> Api:
     assert "kubectl get vsnapnode" in notes
     cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
     return Api(cluster)
+
+
+def pods_of_the_chart() -> dict[str, Object]:
+    """The pods that the chart makes with its default values, by component."""
+    found: dict[str, Object] = {}
+    for document in yaml.safe_load_all(template({}).stdout):
+        if document and document["kind"] in ("Deployment", "DaemonSet", "Pod"):
+            pod = document if document["kind"] == "Pod" else document["spec"]["template"]
+            labels = pod["metadata"]["labels"]
+            spec = {**pod["spec"], "serviceAccountName": "default"}
+            spec.pop("priorityClassName", None)  # which kube-system and a quota have to allow
+            found[labels[c.LABEL_COMPONENT]] = {
+                "apiVersion": "v1",
+                "kind": "Pod",
+                "metadata": {"name": "x", "namespace": "restricted", "labels": labels},
+                "spec": spec,
+            }
+    return found
+
+
+def test_all_but_the_agent_pass_the_restricted_level(cluster: Cluster) -> None:
+    """Pod Security admission itself says so."""
+    cluster.kubectl("create", "namespace", "restricted")
+    cluster.kubectl("label", "namespace", "restricted", "pod-security.kubernetes.io/enforce=restricted")
+    cluster.kubectl("wait", "--for=create", "serviceaccount/default", "-n", "restricted", "--timeout=30s")
+    refused = {}
+    for component, pod in pods_of_the_chart().items():
+        try:
+            cluster.kubectl("create", "--dry-run=server", "--validate=strict", "-f", "-", input=yaml.safe_dump(pod))
+        except ClusterError as e:
+            refused[component] = str(e)
+    assert refused.keys() == {"agent"}
+    assert 'violates PodSecurity "restricted' in refused["agent"]
 
 
 SECRETS = Resource("", "v1", "secrets", "Secret")
@@ -242,73 +274,6 @@ def test_a_token_without_a_node_writes_nothing(agent: Api, installed: Api) -> No
 def test_the_policy_binds_nobody_else(agent: Api, installed: Api) -> None:
     """The administrator still writes anywhere."""
     assert write_condition(installed, "there")["status"]["conditions"]
-
-
-# --- the operator with no more than its rights ------------------------------------------------------------------------
-
-
-async def test_the_operator_does_its_work_with_its_rights(
-    installed: Api, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A claim's whole life, with the operator's own token: nothing is forbidden."""
-    cluster = installed.cluster
-    token = cluster.kubectl("create", "token", "vllmsnapshot-operator", "-n", NAMESPACE).strip()
-    config = yaml.safe_load(cluster.kubeconfig.read_text())
-    config["users"][0]["user"] = {"token": token}
-    path = tmp_path / "operator.kubeconfig"
-    path.write_text(yaml.safe_dump(config))
-    monkeypatch.setenv("KUBECONFIG", str(path))
-    options = Options(agent_namespace=NAMESPACE, health_port=0, kubeconfig=str(path))
-    stop = asyncio.Event()
-    with cluster.enter_network():
-        async with await Kube.connect(str(cluster.kubeconfig)) as admin, await Kube.connect(str(path)) as mine:
-            world = World(admin, NAMESPACE, schedule=True)
-            await world.add_node("node-a")
-            await world.add_node("node-b", agent=False)
-            async with asyncio.timeout(120), asyncio.TaskGroup() as group:
-                outside = group.create_task(live(world))
-                operator = group.create_task(Operator(mine, options).run(stop))
-                await claim(admin, replicas=4, serving={"port": 8000})
-                await until(admin, lambda o: o["status"].get("ready") == "4/4")
-                await claim(admin, replicas=1, serving={"port": 9000})
-                await until(admin, lambda o: o["status"].get("ready") == "1/1" and o["status"].get("updatedReplicas") == 1)
-                await claim(admin, replicas=1, serving={"port": 9000, "service": "Disabled"})
-                await gone(admin, SERVICES)
-                assert await admin.list(EVENTS, "default")
-                await admin.delete(SNAPSHOTS, "rights", "default")
-                await gone(admin, SNAPSHOTS)
-                stop.set()
-                await operator
-                outside.cancel()
-    denied = [r.getMessage() for r in caplog.records if re.search(r"\b403\b|forbidden", r.getMessage(), re.IGNORECASE)]
-    assert denied == []
-
-
-async def live(world: World) -> None:
-    """Let scheduler, kubelet and agent move by themselves."""
-    while True:
-        moved = await world.step()
-        await asyncio.sleep(0 if moved else 0.05)
-
-
-async def claim(kube: Kube, **spec: object) -> None:
-    body = {"metadata": {"namespace": "default", "name": "rights"}, "spec": {"model": "m", "image": "i", **spec}}
-    await kube.apply(SNAPSHOTS, body, "user")
-
-
-async def until(kube: Kube, what: Callable[[Object], bool]) -> None:
-    """Follow the claim until the predicate holds of it."""
-    async for event in kube.watch(SNAPSHOTS, "default", fields="metadata.name=rights"):
-        seen = event.items if event.type == "SYNC" else (event.object,)
-        if any("status" in item and what(item) for item in seen):
-            return
-
-
-async def gone(kube: Kube, resource: Resource) -> None:
-    """Wait until there is no object of the claim's name."""
-    async for event in kube.watch(resource, "default", fields="metadata.name=rights"):
-        if event.type == "DELETED" or (event.type == "SYNC" and not event.items):
-            return
 
 
 async def test_the_self_test_tells_what_is_missing(installed: Api) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 
 from tests.scrape import Samples, by, counted, samples, total
@@ -20,6 +21,7 @@ from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import Check, PodReport, RestoreCounts, Timings, VLLMSnapshotContentStatus
 from vllmsnapshot.controller import metrics as operator_metrics
+from vllmsnapshot.controller.health import Health
 from vllmsnapshot.controller.workqueue import Wait, WorkQueue
 from vllmsnapshot.kube import Call
 from vllmsnapshot.metrics import Family, Once
@@ -82,6 +84,23 @@ def test_the_answer_is_in_the_format_that_was_asked_for() -> None:
     body, content_type = process.exposition("application/openmetrics-text;version=1.0.0,text/plain;q=0.5")
     assert content_type.startswith("application/openmetrics-text; version=1.0.0")
     assert body.endswith(b"# EOF\n")
+
+
+@pytest.mark.parametrize("on", [True, False])
+async def test_metrics_are_served_unless_they_are_off(on: bool) -> None:
+    process = operator_metrics.Metrics()
+    health = Health()
+    health.exposition = process.exposition if on else None
+    await health.start(0)
+    try:
+        async with aiohttp.ClientSession() as session:
+            async with session.get(f"http://127.0.0.1:{health.port}/metrics", headers={"Accept": "text/plain"}) as response:
+                assert response.status == (200 if on else 404)
+                assert ("vllmsnapshot_build_info" in await response.text()) is on
+            async with session.get(f"http://127.0.0.1:{health.port}/healthz") as response:
+                assert response.status == 200
+    finally:
+        await health.stop()
 
 
 def test_build_info_and_process_metrics() -> None:

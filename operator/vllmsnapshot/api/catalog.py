@@ -153,6 +153,7 @@ CONDITIONS: tuple[ConditionDoc, ...] = (
             R.WAITING_FOR_SNAPSHOT,
             R.ROLLING_UPDATE,
             R.RECAPTURING,
+            R.POD_UNSCHEDULABLE,
             R.INVALID_SPEC,
         ),
     ),
