@@ -140,6 +140,8 @@ class Replica:
     waiting: str = ""
     recapture: str = ""
     """The request that this replica was made for, if it was."""
+    only: frozenset[str] = frozenset()
+    """The nodes that its affinity names as the only ones."""
     report: PodReport = field(default_factory=PodReport)
 
     @classmethod
@@ -176,6 +178,7 @@ class Replica:
             unschedulable=unschedulable,
             waiting=_waiting(status),
             recapture=settings.recapture or "",
+            only=_only(spec),
             report=report,
         )
 
@@ -203,6 +206,15 @@ class Replica:
     def released(self) -> bool:
         """Past the barrier: nothing can be captured from it any more."""
         return self.ready or self.containers_ready or self.report.state in ("Released", "Serving")
+
+
+def _only(spec: Mapping[str, Any]) -> frozenset[str]:
+    """The nodes that a pod is bound to by name, as `controller.pods` writes it; empty where it is not."""
+    node = (spec.get("affinity") or {}).get("nodeAffinity") or {}
+    terms = (node.get("requiredDuringSchedulingIgnoredDuringExecution") or {}).get("nodeSelectorTerms") or []
+    fields = [item for term in terms for item in term.get("matchFields") or []]
+    named = [item for item in fields if (item.get("key"), item.get("operator")) == ("metadata.name", "In")]
+    return frozenset(name for item in named for name in item.get("values") or [])
 
 
 def _waiting(status: Mapping[str, Any]) -> str:

@@ -43,7 +43,6 @@ class Sim:
         """GPUs in the cluster, each for one pod; None: enough."""
         self.service: ServiceView | None = None
         self.recapture = ""
-        self.pinned: dict[str, tuple[str, ...]] = {}
         self.gone = False
 
     def spec(self) -> VLLMSnapshotSpec:
@@ -108,7 +107,6 @@ class Sim:
                 assert not any(pod.recapture == recapture != "" and self.working(pod) for pod in self.pods.values()), (
                     "one at a time"
                 )
-                self.pinned[uid] = only
                 self.pods[name] = Replica(
                     name=name,
                     uid=uid,
@@ -116,6 +114,7 @@ class Sim:
                     identity=hashes.identity,
                     created=self.now,
                     recapture=recapture,
+                    only=frozenset(only),
                 )
             case p.DeletePod(pod):
                 current = self.pods.get(pod.name)
@@ -180,7 +179,7 @@ class Sim:
         elif pod.finished:
             return False
         elif pod.node is None:
-            nodes = sorted(self.nodes & set(self.pinned.get(pod.uid) or self.nodes))
+            nodes = sorted(self.nodes & (pod.only or self.nodes))
             if not nodes or sum(item.node is not None for item in self.pods.values()) >= (self.places or len(self.pods)):
                 self.set(name, unschedulable="Insufficient nvidia.com/gpu")
                 return not pod.unschedulable
@@ -226,7 +225,8 @@ class Sim:
 
     def working(self, pod: Replica) -> bool:
         """It may still be captured."""
-        return pod.live and pod.node in self.agents and self.order_is_open(pod) and not pod.released
+        in_time = self.now < pod.created + self.spec().capture.seed_timeout_seconds
+        return pod.live and in_time and pod.node in self.agents and self.order_is_open(pod) and not pod.released
 
     def answer(self, name: str, *, captured: bool) -> None:
         item = self.contents[name]

@@ -25,7 +25,17 @@ R = c.Reason
 def seed(name: str = "seed", **fields: Any) -> Replica:
     """The replica that was made for the request."""
     report = PodReport(start=c.START_COLD, state="AtBarrier", reason=R.RECAPTURE)
-    return pod(name, **{"recapture": "r1", "created": NOW - 5, "start_mode": c.START_COLD, "report": report, **fields})
+    return pod(
+        name,
+        **{
+            "recapture": "r1",
+            "only": frozenset(HOME),
+            "created": NOW - 5,
+            "start_mode": c.START_COLD,
+            "report": report,
+            **fields,
+        },
+    )
 
 
 def after(name: str = "after", **fields: Any) -> Any:
@@ -120,8 +130,8 @@ def test_ordinary_orders_carry_the_request_too() -> None:
         ("failed", seed(), (*BEFORE, after(failed=True)), True),
         ("under way", seed(), (*BEFORE, after()), False),
         ("it took too long", seed(created=NOW - 600), (*BEFORE, after()), True),
-        ("not scheduled: patience", seed(node=None), BEFORE, False),
-        ("but not for ever", seed(node=None, created=NOW - 600), BEFORE, True),
+        ("not scheduled: patience", seed(node=None, created=NOW - 9000), BEFORE, False),
+        ("bound to a node where nothing is to be done", seed(node=None, only=frozenset({"n2"})), BEFORE, True),
         ("another request", seed(recapture="r0"), BEFORE, True),
         ("its agent has gone", seed(node="n2"), BEFORE, True),
     ],

@@ -91,8 +91,10 @@ def _seed(
         order = orders.get(replica.uid)
         if replica.recapture != observed.recapture or (order is not None and not order.pending):
             continue
+        if replica.node is None and replica.only & set(nodes):
+            return replica, None  # it costs nothing, and says why it waits
         until = replica.created + spec.capture.seed_timeout_seconds
-        if (replica.node is None or replica.node in nodes) and now < until:
+        if replica.node in nodes and now < until:
             return replica, until
     return None, None
 
