@@ -164,7 +164,7 @@ def test_a_replica_made_for_a_recapture_is_bound_to_its_nodes_beside_what_the_us
 
     made = pods.pod(CLAIM, parse(), 0, 8000, recapture="r1", only=["b", "a"])
     seen = Replica.parse({**made, "metadata": {**made["metadata"], "uid": "u"}})
-    assert (seen.recapture, seen.only) == ("r1", {"a", "b"}), "and it is read back"
+    assert (seen.recapture, seen.only) == ("r1", frozenset({"a", "b"})), "and it is read back"
     assert build_for(["b", "a"]) == (PodSettings(recapture="r1"), [on("a"), on("b")])
     zone = {"matchExpressions": [{"key": "zone", "operator": "In", "values": ["z"]}]}
     here = {"matchFields": [{"key": "metadata.name", "operator": "NotIn", "values": ["c"]}]}
