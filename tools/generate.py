@@ -6,7 +6,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from tools import api_reference, chart_readme, dashboard, reference
+from tools import api_reference, chart_readme, cli_reference, dashboard, reference
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -14,6 +14,7 @@ GENERATED: dict[str, Callable[[], str]] = {
     "deploy/helm/vllmsnapshot/README.md": chart_readme.text,
     "deploy/helm/vllmsnapshot/files/monitoring/dashboard.json": dashboard.text,
     "docs/reference/api.md": api_reference.text,
+    "docs/reference/cli.md": cli_reference.text,
     "docs/reference/metrics.md": reference.metrics,
     "docs/reference/conditions.md": reference.conditions,
     "docs/reference/events.md": reference.events,

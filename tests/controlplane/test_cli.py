@@ -385,3 +385,52 @@ async def test_a_user_of_one_namespace(lab: Lab, cluster: Cluster, tmp_path: Pat
     (tmp_path / "config").write_text(yaml.safe_dump(config))
     status, _, err = await dev("status")
     assert (status, "log in again" in err) == (Exit.DENIED, True)
+
+
+# --- bench -----------------------------------------------------------------------------------------------------------
+
+
+async def test_bench_measures_a_copy_and_leaves_nothing_behind(lab: Lab, cli: Cli, tmp_path: Path) -> None:
+    await serving(lab)
+    before = await lab.claim()
+    contents, replicas = uids(await lab.contents()), uids(await lab.pods())
+    plot = tmp_path / "bench.svg"
+    status, out, err = await cli("bench", "smol", "--runs", "2", "--plot", str(plot), "-o", "json")
+    assert status == Exit.OK, err
+    made = json.loads(out)
+    assert [item["kind"] for item in made["runs"]] == ["cold", "cold, captured", "restored", "restored"]
+    assert made["medians"] == {"cold": 40.0, "cold, captured": 40.0, "restored": 4.0}
+    assert made["speedup"] == 10.0
+    assert plot.read_text().startswith("<svg")
+    await when(lambda: _left(lab, SNAPSHOTS, 1))
+    after = await lab.claim()
+    assert (after["metadata"]["generation"], after["spec"]) == (before["metadata"]["generation"], before["spec"])
+    assert contents <= uids(await lab.contents())
+    assert replicas <= uids(await lab.pods())
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+async def test_an_interrupted_bench_removes_its_copy(lab: Lab, cli: Cli, number: signal.Signals) -> None:
+    await serving(lab)
+    lab.world.kubelet = False  # the copy's replica never serves
+    process = await cli.start("bench", "smol")
+    await when(lambda: _left(lab, SNAPSHOTS, 2))
+    again = await cli("bench", "smol")
+    assert again[0] == Exit.PROBLEM
+    assert "another bench runs, or was killed" in again[2]
+    process.send_signal(number)
+    async with asyncio.timeout(LIMIT_S):
+        await process.communicate()
+    assert process.returncode == Exit.INTERRUPTED
+    lab.world.kubelet = True
+    await when(lambda: _left(lab, SNAPSHOTS, 1))
+    await until(lab, ready("2/2"))
+
+
+async def test_a_bench_that_cannot_go_on_removes_its_copy_too(lab: Lab, cli: Cli) -> None:
+    await serving(lab)
+    lab.world.capture = "fail"
+    status, _, err = await cli("bench", "smol", "--cold-runs", "0")
+    assert status == Exit.PROBLEM
+    assert "the capture failed" in err
+    await when(lambda: _left(lab, SNAPSHOTS, 1))

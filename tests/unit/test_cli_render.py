@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 from rich.text import Text
 
+from tests.chart import ROOT
 from tests.unit.cliobjects import COLD, NOW, RESTORED, condition, content, pod, snapshot
 from vllmsnapshot import __version__
 from vllmsnapshot.api import constants as c
@@ -122,6 +123,10 @@ def test_describe() -> None:
     made = describe.structured(describe.Facts(snapshot(), pods, None))
     assert made["artifacts"] is None
     assert made["replicas"][0]["report"]["phases"]["restore_s"] == 1.2
+
+
+def test_the_screen_in_the_docs_is_what_is_printed() -> None:
+    assert f"```text\n{DESCRIBED}```" in (ROOT / "docs/cli.md").read_text()
 
 
 def test_describe_without_the_right_to_see_contents_says_so_and_shows_the_rest() -> None:
