@@ -487,3 +487,18 @@ async def test_the_process_starts_says_what_its_node_lacks_and_ends_on_sigterm(
         if process.returncode is None:
             process.kill()
             await process.wait()
+
+
+async def test_a_verification_is_answered_once(bench: Bench) -> None:
+    await bench.start()
+    content = await bench.content("art", "gone", "uid-gone", captured=True)
+    bench.ops.store["art"] = artifact("art", content["metadata"]["uid"])
+    done = {"type": c.CAPTURED, "status": "True", "reason": Reason.CAPTURED, "message": ""}
+    status = {"conditions": [{**done, "lastTransitionTime": "2027-01-01T00:00:00Z"}]}
+    await bench.kube.apply(CONTENTS, {"metadata": {"name": "art"}, "status": status}, c.MANAGER_AGENT, subresource="status")
+    asked = {"name": "art", "uid": content["metadata"]["uid"], "annotations": {c.ANNOTATION_VERIFY: "r1"}}
+    await bench.kube.apply(CONTENTS, {"metadata": asked}, c.MANAGER_CLI)
+    found = await bench.seen(CONTENTS, "art", lambda obj: bool(obj.get("status", {}).get("verification")))
+    assert found["status"]["verification"]["outcome"] == "Intact"
+    assert facts.is_true(found, c.CAPTURED)
+    assert bench.ops.did.count("verify art") == 1
