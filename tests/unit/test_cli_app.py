@@ -196,11 +196,13 @@ def test_recapture_asks_with_a_new_value_each_time(cluster: Any) -> None:
     assert {tuple(obj["metadata"]) for _, obj in answers.wrote} == {("name", "namespace", "uid", "annotations")}
 
 
-def test_recapture_of_what_is_never_captured_is_refused(cluster: Any) -> None:
+@pytest.mark.parametrize("command", ["recapture", "bench"])
+def test_what_is_never_captured_is_refused(cluster: Any, command: str) -> None:
     off = snapshot()
     off["spec"]["capture"] = {"policy": "Disabled"}
     answers = cluster(off)
-    assert call("recapture", "smol")[0] == Exit.USAGE
+    status, _, err = call(command, "smol")
+    assert (status, "spec.capture.policy is Disabled" in err) == (Exit.USAGE, True)
     assert answers.wrote == []
 
 

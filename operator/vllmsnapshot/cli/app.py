@@ -118,6 +118,14 @@ async def snapshot(opened: Session, name: str) -> Object:
     return found
 
 
+async def captured(opened: Session, name: str) -> Object:
+    """The snapshot of that name; CliError also if it is never captured."""
+    found = await snapshot(opened, name)
+    if ((found.get("spec") or {}).get("capture") or {}).get("policy") == "Disabled":
+        raise CliError(Exit.USAGE, f"{name} is not captured: spec.capture.policy is Disabled")
+    return found
+
+
 def request_id() -> str:
     """A value for an annotation that is new each time, and tells people when."""
     return f"{datetime.now(UTC):%Y-%m-%dT%H:%M:%SZ}-{secrets.token_hex(3)}"
@@ -481,11 +489,8 @@ def recapture_command(
     """Take the artifacts of a snapshot again. The present ones are used until the new ones are on the disk."""
 
     async def work(opened: Session) -> int | None:
-        obj = await snapshot(opened, snapshot_name)
-        spec = obj.get("spec") or {}
-        if (spec.get("capture") or {}).get("policy") == "Disabled":
-            raise CliError(Exit.USAGE, f"{snapshot_name} is not captured: spec.capture.policy is Disabled")
-        if not spec.get("replicas", 1):
+        obj = await captured(opened, snapshot_name)
+        if not (obj.get("spec") or {}).get("replicas", 1):
             note(f"{snapshot_name} has 0 replicas: it is captured again when it is scaled up")
         request, meta = request_id(), obj["metadata"]
         ours = {"name": meta["name"], "namespace": meta["namespace"], "uid": meta["uid"]}
@@ -556,7 +561,7 @@ def bench_command(
         raise typer.BadParameter("the plot is an SVG: choose a name that ends in .svg", param_hint="--plot")
 
     async def work(opened: Session) -> int | None:
-        obj = await snapshot(opened, snapshot_name)
+        obj = await captured(opened, snapshot_name)
         found = await bench.run(opened.kube, obj, bench.Options(runs, cold_runs, timeout), note)
         if output.structured:
             dump(bench.structured(snapshot_name, found), output)
