@@ -33,6 +33,12 @@ REQUEST_TIMEOUT_S = 30.0
 WATCH_TIMEOUT_S = 290
 """The server ends a watch after this time, so that a silently dead connection is noticed in bounded time."""
 PAGE_SIZE = 500
+FIRST_RETRY_S, LAST_RETRY_S = 0.2, 30.0
+"""Of a watch that failed."""
+MAX_RETRY_AFTER_S = 120.0
+"""The API server asks for a second; what stands in front of it might ask for a day."""
+MAX_EVENT_BYTES = 16 << 20
+"""Of a watch. The API server's own limit of an object is a tenth of it."""
 
 
 @dataclass(frozen=True)
@@ -176,14 +182,23 @@ class Kube:
         content_type: str = "application/json",
         timeout_s: float = REQUEST_TIMEOUT_S,
     ) -> Object:
-        """One request, one JSON answer. Raises ApiError for every status from 400 on and for every transport error."""
+        """One request, one JSON answer. Raises ApiError for every status from 400 on and for every transport error.
+
+        After a transport error (status 0) nobody knows whether a write was committed: the caller looks again.
+        """
         response = await self._send(method, path, query, body, content_type, aiohttp.ClientTimeout(total=timeout_s))
         try:
             raw = await response.read()
         except (aiohttp.ClientError, TimeoutError, OSError) as e:
             raise ApiError(0, "TransportError", f"{method} {path}: {type(e).__name__}: {e}") from e
-        result = json.loads(raw) if raw else {}
-        return result if isinstance(result, dict) else {"items": result}
+        try:
+            result = json.loads(raw) if raw else {}
+        except (ValueError, RecursionError) as e:
+            # Something between us and the server has answered in its place.
+            raise ApiError(0, "TransportError", f"{method} {path}: the answer is no JSON: {raw[:200]!r}") from e
+        if not isinstance(result, dict):
+            raise ApiError(0, "TransportError", f"{method} {path}: the answer is no object")
+        return result
 
     async def _send(
         self, method: str, path: str, query: Mapping[str, Any] | None, body: Any, content_type: str, limit: aiohttp.ClientTimeout
@@ -242,9 +257,12 @@ class Kube:
             for item in page.get("items") or []:
                 # Items of a list carry no type.
                 items.append({"apiVersion": resource.api_version, "kind": resource.kind, **item})
-            token = page["metadata"].get("continue") or None
+            meta = page.get("metadata")
+            if not isinstance(meta, dict) or "resourceVersion" not in meta:
+                raise ApiError(0, "TransportError", f"list {resource.plural}: the answer is no list")
+            token = meta.get("continue") or None
             if token is None:
-                return items, page["metadata"]["resourceVersion"]
+                return items, meta["resourceVersion"]
 
     async def create(self, resource: Resource, obj: Object, manager: str) -> Object | None:
         """Create; None if an object of that name exists already (whose, the caller must look)."""
@@ -321,23 +339,28 @@ class Kube:
         A consumer compares SYNC with what it knows: deletions that happened while the watch was down have no event of
         their own. Transport errors are retried with a capped, jittered back-off; errors of the request are raised.
         """
-        delay = 0.2
+        delay = FIRST_RETRY_S
         while True:
             try:
                 items, version = await self.list_with_version(resource, namespace, labels=labels, fields=fields)
                 yield WatchEvent("SYNC", {}, tuple(items))
-                delay = 0.2
                 while True:
+                    quiet = True
+                    started = time.monotonic()
                     async for event in self._watch_once(resource, namespace, labels, fields, version):
+                        # Only now it is known to work: a list that succeeds beside a watch that fails must not be repeated
+                        # several times a second by every agent of the cluster.
+                        quiet, delay = False, FIRST_RETRY_S
                         version = event.object["metadata"]["resourceVersion"]
                         if event.type != "BOOKMARK":
                             yield event
+                    if quiet and time.monotonic() - started < 1.0:
+                        raise ApiError(0, "TransportError", f"watch {resource.plural}: ended at once")
             except ApiError as e:
                 if e.refused or e.status in (401, 404):
                     raise
-                if not e.gone:
-                    await asyncio.sleep(e.retry_after_s or delay * random.uniform(0.5, 1.5))  # noqa: S311
-                    delay = min(delay * 2, 30.0)
+                await asyncio.sleep(e.retry_after_s or delay * random.uniform(0.5, 1.5))  # noqa: S311
+                delay = min(delay * 2, LAST_RETRY_S)
 
     async def _watch_once(
         self, resource: Resource, namespace: str | None, labels: str | None, fields: str | None, version: str
@@ -354,24 +377,42 @@ class Kube:
         timeout = aiohttp.ClientTimeout(total=None, sock_connect=10, sock_read=WATCH_TIMEOUT_S + 15)
         response = await self._send("GET", resource.path(namespace), query, None, "application/json", timeout)
         try:
-            async for line in response.content:
+            async for line in _lines(response.content):
                 event = json.loads(line)
                 if event["type"] == "ERROR":
                     status = event["object"]
                     raise ApiError(status.get("code", 0), status.get("reason", ""), status.get("message", ""))
+                event["object"]["metadata"]["resourceVersion"]  # or it is no event
                 yield WatchEvent(event["type"], event["object"])
-        except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as e:
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError, TypeError, RecursionError) as e:
             raise ApiError(0, "TransportError", f"watch {resource.plural}: {type(e).__name__}: {e}") from e
         finally:
             response.close()
 
 
+async def _lines(content: aiohttp.StreamReader) -> AsyncIterator[bytes]:
+    """The lines of a watch. Iterating over the reader itself fails at 128 KiB, and annotations alone may have twice that."""
+    rest = bytearray()
+    async for chunk in content.iter_any():
+        first, newline, more = chunk.partition(b"\n")
+        rest += first
+        if len(rest) > MAX_EVENT_BYTES:
+            raise ValueError(f"an event of more than {MAX_EVENT_BYTES} bytes")
+        while newline:
+            if rest:
+                yield bytes(rest)
+            first, newline, more = more.partition(b"\n")
+            rest = bytearray(first)
+
+
 def _error(status: int, raw: bytes, retry_after: str | None) -> ApiError:
     try:
         body = json.loads(raw)
-        reason, message = body.get("reason") or "", body.get("message") or ""
+        reason, message = str(body.get("reason") or ""), str(body.get("message") or "")
         details = (body.get("details") or {}).get("retryAfterSeconds")
-    except (ValueError, AttributeError):
+    except (ValueError, AttributeError, RecursionError):
         reason, message, details = "", raw[:512].decode(errors="replace"), None
-    wait = retry_after if retry_after and retry_after.isdigit() else details
-    return ApiError(status, reason, message, float(wait) if wait else None)
+    wait = float(retry_after) if retry_after and retry_after.isascii() and retry_after.isdigit() else None
+    if wait is None and isinstance(details, (int, float)):
+        wait = float(details)
+    return ApiError(status, reason, message, min(wait, MAX_RETRY_AFTER_S) if wait else None)

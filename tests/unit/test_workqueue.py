@@ -166,3 +166,47 @@ async def test_workers_never_share_a_key_and_survive_errors() -> None:
         worker.cancel()
     await asyncio.gather(*workers, return_exceptions=True)
     assert len(seen) == 20
+
+
+async def test_a_server_that_asks_for_time_gets_it() -> None:
+    clock = Clock()
+    work = queue(clock)
+    work.add("a")
+    assert await work.take() == "a"
+    work.done("a", ok=False, not_before_s=5.0)
+    # Neither the back-off nor an event cuts this wait short.
+    work.add("a")
+    clock.now = 4.9
+    assert await available(work) == []
+    clock.now = 5.1
+    assert await available(work) == ["a"]
+    work.done("a")
+    work.add("a")
+    assert await available(work) == ["a"]
+
+
+async def test_a_worker_takes_the_time_from_the_error() -> None:
+    class BusyError(Exception):
+        retry_after_s = 7.0
+
+    clock = Clock()
+    work = queue(clock)
+    calls = 0
+
+    async def handle(key: str) -> None:
+        nonlocal calls
+        if key != "a":
+            return  # it only has the worker look at the clock
+        calls += 1
+        raise BusyError
+
+    work.add("a")
+    task = asyncio.ensure_future(work.work(handle))
+    for now in (0.0, 1.0, 6.9, 7.1):
+        clock.now = now
+        work.add("a")
+        work.add("b")
+        for _ in range(5):
+            await asyncio.sleep(0)
+    task.cancel()
+    assert calls == 2

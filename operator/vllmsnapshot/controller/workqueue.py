@@ -2,7 +2,8 @@
 
 Guarantees: a key that is added while it waits is handled once; added while it is handled, it is handled once more after;
 one key is never handled by two workers; of several delayed adds the earliest counts; failures back off exponentially,
-capped and with jitter, and an add without delay cuts the wait short (something changed: try now).
+capped and with jitter, and an add without delay cuts the wait short (something changed: try now). An error with an attribute
+`retry_after_s` (seconds, or None) asks for at least that long a wait, and this one nothing cuts short.
 Not guaranteed: order between keys, and survival of the process: the resync timer brings every key back.
 """
 
@@ -58,6 +59,7 @@ class WorkQueue(Generic[K]):
         self._running: dict[K, float] = {}
         self._again: dict[K, float] = {}
         self._failures: dict[K, int] = {}
+        self._not_before: dict[K, float] = {}
         self._changed = asyncio.Event()
 
     # --- producers ---------------------------------------------------------------------------------------------------
@@ -67,6 +69,7 @@ class WorkQueue(Generic[K]):
         self._schedule(key, self._clock() + max(0.0, delay_s))
 
     def _schedule(self, key: K, when: float) -> None:
+        when = max(when, self._not_before.get(key, when))
         if key in self._running:
             self._again[key] = min(when, self._again.get(key, when))
             return
@@ -100,10 +103,16 @@ class WorkQueue(Generic[K]):
             except TimeoutError:
                 continue
 
-    def done(self, key: K, *, ok: bool = True, requeue_after_s: float | None = None) -> None:
-        """`key` was handled. Not ok: it comes back with back-off. `requeue_after_s`: it comes back after these seconds."""
+    def done(self, key: K, *, ok: bool = True, requeue_after_s: float | None = None, not_before_s: float | None = None) -> None:
+        """`key` was handled. Not ok: it comes back with back-off. `requeue_after_s`: it comes back after these seconds.
+
+        `not_before_s`: for so many seconds it does not come back, whatever happens.
+        """
         now = self._clock()
         del self._running[key]
+        self._not_before.pop(key, None)
+        if not_before_s is not None:
+            self._not_before[key] = now + not_before_s
         when = self._again.pop(key, None)
         if when is not None:
             self._schedule(key, when)
@@ -119,17 +128,18 @@ class WorkQueue(Generic[K]):
         """One worker, for ever: `handle(key)` returns the seconds until it wants the key back, or None; see `Wait`."""
         while True:
             key = await self.take()
-            ok, again = False, None
+            ok, again, pause = False, None, None
             try:
                 again = await handle(key)
                 ok = True
             except Wait as e:
                 log.info("%s: waiting: %s", key, e)
-            except Exception:
+            except Exception as e:
                 log.exception("%s: will be tried again", key)
+                pause = getattr(e, "retry_after_s", None)
             finally:
                 # Cancellation comes through here too; the key is then due again for whoever works next.
-                self.done(key, ok=ok, requeue_after_s=again)
+                self.done(key, ok=ok, requeue_after_s=again, not_before_s=pause)
 
     # --- health ------------------------------------------------------------------------------------------------------
 
