@@ -246,6 +246,8 @@ class Content:
     captured_at: float = 0.0
     recapture: str = ""
     """The request under which it was ordered, if there was one."""
+    node_label: str | None = None
+    """LABEL_NODE as it is; None: not known."""
     status: VLLMSnapshotContentStatus = field(default_factory=VLLMSnapshotContentStatus)
 
     @classmethod
@@ -276,6 +278,7 @@ class Content:
             message=shown.get("message") or "",
             captured_at=timestamp(status.artifact.captured_at) if status.artifact else created,
             recapture=recapture(obj),
+            node_label=(meta.get("labels") or {}).get(c.LABEL_NODE, ""),
             status=status,
         )
 

@@ -158,6 +158,8 @@ class Reason:
     POD_UNSCHEDULABLE: Final = "PodUnschedulable"
     POD_REJECTED: Final = "PodRejected"
     SERVICE_REJECTED: Final = "ServiceRejected"
+    DELETION_REFUSED: Final = "DeletionRefused"
+    WRITE_REFUSED: Final = "WriteRefused"
     INVALID_SPEC: Final = "InvalidSpec"
     AS_EXPECTED: Final = "AsExpected"
     ENVIRONMENT_CHANGED: Final = "EnvironmentChanged"

@@ -42,9 +42,12 @@ class Executor:
         self._port_lock = asyncio.Lock()
 
     async def run(self, claim: Claim, actions: tuple[p.Action, ...]) -> Outcome:
-        """Execute in order. A refusal of one pod is reported and does not keep the rest from happening."""
+        """Execute in order. What the server refuses is reported and does not keep the rest from happening."""
         outcome = Outcome()
+        unguarded = False
         for action in actions:
+            if unguarded and isinstance(action, p.CreateContent):
+                continue  # without the finalizer nobody would remove it
             try:
                 problem = await self._one(claim, action, outcome)
             except ApiError as e:
@@ -53,6 +56,7 @@ class Executor:
                 if problem is None:
                     outcome.error = e
                     return outcome
+                unguarded |= isinstance(action, p.AddFinalizer)
             if problem is not None and problem not in outcome.problems:
                 outcome.problems.append(problem)
         return outcome
@@ -77,10 +81,12 @@ class Executor:
             case p.CreateContent():
                 body = pods.content(claim, _spec(claim), action.source, action.node, action.recapture)
                 _say(claim, "order capture %s of pod %s on node %s", body["metadata"]["name"], action.source.name, action.node)
-                await kube.create(CONTENTS, body, c.MANAGER_OPERATOR)
+                return await self._post_content(claim, body)
             case p.DeleteContent():
                 _say(claim, "delete content %s: %s", action.content.name, action.why)
                 await kube.delete(CONTENTS, action.content.name, uid=action.content.uid)
+            case p.RestoreLabels():
+                await self._label(claim, action.content.name, action.content.uid, action.content.identity, action.content.node)
             case p.CreateService():
                 # Created, not applied: an apply would take over what somebody else has just made. If so, the next pass sees it.
                 await kube.create(SERVICES, pods.service(claim, _spec(claim)), c.MANAGER_OPERATOR)
@@ -117,9 +123,38 @@ class Executor:
         if await self._kube.create(PODS, body, c.MANAGER_OPERATOR) is not None:
             return None
         there = await self._kube.get(PODS, name, claim.namespace)
-        if there is None or controlled_by(there, claim.uid):
-            return None  # decided twice from the same observation, or just gone: the next pass sees it
-        return Problem(c.Reason.NAME_CONFLICT, f"pod {name} exists and belongs to somebody else")
+        if there is None:
+            return None  # just gone: the next pass sees it
+        if not controlled_by(there, claim.uid):
+            return Problem(c.Reason.NAME_CONFLICT, f"pod {name} exists and belongs to somebody else")
+        labels = there["metadata"].get("labels") or {}
+        if pods.selector(claim.name).items() <= labels.items():
+            return None  # decided twice from the same observation: the next pass sees it
+        text = f"pod {name} is a replica whose labels were changed, so it is not counted; restore them or delete the pod"
+        return Problem(c.Reason.NAME_CONFLICT, text)
+
+    async def _post_content(self, claim: Claim, body: Object) -> Problem | None:
+        if await self._kube.create(CONTENTS, body, c.MANAGER_OPERATOR) is not None:
+            return None
+        name = body["metadata"]["name"]
+        for there in await self._kube.list(CONTENTS, fields=f"metadata.name={name}"):
+            if (there.get("spec") or {}).get("snapshotRef", {}).get("uid") != claim.uid:
+                return Problem(c.Reason.NAME_CONFLICT, f"content {name} exists and belongs to somebody else; delete it")
+            labels = there["metadata"].get("labels") or {}
+            if not body["metadata"]["labels"].items() <= labels.items():
+                spec = body["spec"]
+                await self._label(claim, name, there["metadata"]["uid"], spec["identity"], spec["nodeName"])
+        return None
+
+    async def _label(self, claim: Claim, name: str, uid: str, identity: str, node: str) -> None:
+        """Give a content its labels back: by them the operator and the agent find it. What it is is in its spec, which stays."""
+        _say(claim, "the labels of content %s were changed: restoring them", name)
+        meta = {"name": name, "uid": uid, "labels": pods.content_labels(claim, identity, node)}
+        try:
+            await self._kube.apply(CONTENTS, {"metadata": meta}, c.MANAGER_OPERATOR)
+        except ApiError as e:
+            if not (e.conflict or e.status == 404):  # gone meanwhile
+                raise
 
     async def _update_service(self, claim: Claim, uid: str) -> None:
         """Replace what we set. Not by apply: it would keep the old port, which the creation owns, beside the new one."""
@@ -176,21 +211,33 @@ def _spec(claim: Claim) -> VLLMSnapshotSpec:
 
 
 def _refusal(action: p.Action, e: ApiError) -> Problem | None:
-    """The finding, where the server refused a creation for what it says (quota, admission, validation).
+    """The finding, where the server refused what it was asked for (quota, admission, validation, rights).
 
     A user can remedy it; repeating at once does not help. A webhook that cannot be reached comes as 500; for whoever waits
     for the pod it is a refusal all the same. Everything else is an error, and is retried.
     """
     if not (e.refused or (e.status == 500 and "webhook" in e.message)):
         return None
+    text = e.message or str(e)
     match action:
         case p.CreatePod():
-            return Problem(c.Reason.POD_REJECTED, e.message or str(e))
+            return Problem(c.Reason.POD_REJECTED, text)
         case p.CreateContent():
-            return Problem(c.Reason.CAPTURE_FAILED, f"the capture of pod {action.source.name} was refused: {e.message or e}")
+            return Problem(c.Reason.CAPTURE_FAILED, f"the capture of pod {action.source.name} was refused: {text}")
         case p.CreateService() | p.UpdateService():
-            return Problem(c.Reason.SERVICE_REJECTED, e.message or str(e))
-    return None
+            return Problem(c.Reason.SERVICE_REJECTED, text)
+        case p.DeletePod():
+            return Problem(c.Reason.DELETION_REFUSED, f"pod {action.pod.name} ({action.why}) cannot be deleted: {text}")
+        case p.DeleteContent():
+            return Problem(c.Reason.DELETION_REFUSED, f"content {action.content.name} ({action.why}) cannot be deleted: {text}")
+        case p.DeleteService():
+            return Problem(c.Reason.DELETION_REFUSED, f"the Service cannot be deleted: {text}")
+        case p.AddFinalizer() | p.RemoveFinalizer():
+            return Problem(c.Reason.WRITE_REFUSED, f"the finalizer of the VLLMSnapshot cannot be changed: {text}")
+        case p.RestoreLabels():
+            return Problem(c.Reason.WRITE_REFUSED, f"the labels of content {action.content.name} cannot be restored: {text}")
+        case p.VerifyUnattended():
+            return Problem(c.Reason.WRITE_REFUSED, f"the readiness gate of pod {action.pod.name} cannot be set: {text}")
 
 
 def _say(claim: Claim, text: str, *args: object) -> None:

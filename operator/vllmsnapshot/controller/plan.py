@@ -102,6 +102,13 @@ class DeleteContent:
 
 
 @dataclass(frozen=True)
+class RestoreLabels:
+    """Somebody has changed the label by which the agent of its node finds a content."""
+
+    content: Content
+
+
+@dataclass(frozen=True)
 class RemoveFinalizer:
     """Let the claim go."""
 
@@ -116,6 +123,7 @@ Action = (
     | UpdateService
     | DeleteService
     | DeleteContent
+    | RestoreLabels
     | RemoveFinalizer
 )
 
@@ -163,6 +171,7 @@ def plan(claim: Claim, observed: Observed, now: float) -> Plan:
     actions += _replicas(claim, spec, hashes, observed, gate, again, now)
     actions += _service(claim, spec, observed)
     actions += _retention(spec, hashes.identity, observed)
+    actions += _labels(observed)
     return Plan(tuple(actions), _requeue(observed, hashes.revision, gate, again, now), gate, again)
 
 
@@ -428,6 +437,12 @@ def _retention(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Ite
         yield DeleteContent(content, why)
 
 
+def _labels(observed: Observed) -> Iterator[RestoreLabels]:
+    for item in observed.contents:
+        if item.node_label is not None and item.node_label != pods.label_value(item.node):
+            yield RestoreLabels(item)
+
+
 def plan_orphans(contents: Iterable[Content], nodes: frozenset[str]) -> list[Content]:
     """Contents whose node does not exist any more: no agent is left to remove the files, and no files either."""
     return [item for item in contents if item.node not in nodes]
@@ -448,6 +463,7 @@ def _farewell(claim: Claim, observed: Observed) -> Iterator[Action]:
     if claim.deletion_policy == DeletionPolicy.DELETE:
         rest += [DeleteContent(item, "snapshot deleted") for item in observed.contents if not item.deleting]
     yield from rest
+    yield from _labels(observed)  # or the agent never sees that it goes
     if not rest:
         yield RemoveFinalizer()
 

@@ -480,6 +480,11 @@ def _merge_affinity(ours: Object, theirs: Object) -> Object:
 # --- content, service ------------------------------------------------------------------------------------------------
 
 
+def content_labels(claim: Claim, identity: str, node: str) -> dict[str, str]:
+    """The labels by which operator and agent find a content; what they say is in its spec, too."""
+    return {**_common_labels(claim, "artifact"), c.LABEL_IDENTITY: identity, c.LABEL_NODE: label_value(node)}
+
+
 def content(claim: Claim, spec: VLLMSnapshotSpec, source: Replica, node: str, recapture: str = "") -> Object:
     """The order to the agent of `node` to capture `source`, under the request `recapture` if there is one."""
     body: Object = {
@@ -497,11 +502,7 @@ def content(claim: Claim, spec: VLLMSnapshotSpec, source: Replica, node: str, re
         "kind": "VLLMSnapshotContent",
         "metadata": {
             "name": content_name(claim.name, claim.uid, source.uid),
-            "labels": {
-                **_common_labels(claim, "artifact"),
-                c.LABEL_IDENTITY: source.identity,
-                c.LABEL_NODE: label_value(node),
-            },
+            "labels": content_labels(claim, source.identity, node),
             **({"annotations": {c.ANNOTATION_RECAPTURE: recapture}} if recapture else {}),
             # Held by the agent from the start: files may exist as soon as it has seen the order.
             "finalizers": [c.FINALIZER_CONTENT],

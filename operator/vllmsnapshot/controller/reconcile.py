@@ -53,8 +53,8 @@ class Reconciler:
         outcome = await self._executor.run(claim, todo.actions)
         if outcome.error is not None:
             raise outcome.error
-        if claim.deleting:
-            return todo.requeue_after
+        if claim.deleting and not outcome.problems:
+            return todo.requeue_after  # nobody reads it any more
         # 4. Report: one write, only if something changed.
         report = status.compute(claim, observed, todo, outcome.problems, self._clock())
         self._metrics.saw(claim, observed, report)
@@ -70,7 +70,13 @@ class Reconciler:
     async def housekeep(self) -> None:
         """What belongs to no claim: contents of nodes that are gone (their claims may be gone too)."""
         for content in await self.observer.orphans():
-            await self._executor.bury(content)
+            try:
+                await self._executor.bury(content)
+            except ApiError as e:
+                if not e.refused:
+                    raise
+                # One that a policy protects must not keep the others, nor the resync, from being done.
+                log.warning("content %s is left: %s", content.name, e)
 
     async def _write(self, claim: Claim, body: dict[str, object]) -> None:
         meta = {"namespace": claim.namespace, "name": claim.name, "uid": claim.uid}
