@@ -179,6 +179,9 @@ class ScriptedOps:
     def held(self) -> Sequence[str]:
         return [*self.store, *self.unreadable]
 
+    def sweep(self) -> None:
+        pass
+
     def restore(self, pod: PodRef, content: str, timeout_s: float, wanted: Callable[[], None]) -> Revived:
         assert timeout_s > 0
         wanted()

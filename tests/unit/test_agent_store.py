@@ -128,6 +128,20 @@ def test_leftovers_are_removed_at_the_start_and_the_ledger_is_not(store: Store) 
     assert [m.content for m in store.manifests()] == ["c1"]
 
 
+def test_what_could_not_be_removed_is_swept_up_and_nothing_that_is_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    put(store)
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "_remove_tree", lambda _: None)  # the disk refuses
+        store.delete("c1")
+    (left,) = store.tmp_dir.iterdir()
+    with store.draft("c2") as draft, store.work_dir():
+        assert store.sweep() == 1
+        assert draft.path.exists()
+        assert not left.exists()
+        assert len(list(store.tmp_dir.iterdir())) == 2
+    assert list(store.tmp_dir.iterdir()) == []
+
+
 def test_only_root_may_look(store: Store) -> None:
     put(store)
     for path in (store.artifacts_dir, store.tmp_dir, store.artifacts_dir / "c1"):

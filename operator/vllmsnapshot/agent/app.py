@@ -81,6 +81,10 @@ class Loop:
                 except ApiError as e:
                     log.warning("%s: %s", key, e)
                     delay = e.retry_after_s or RETRY_S
+                except OSError as e:
+                    # A disk that is full stays so for a while: a line each time, and no more.
+                    log.warning("%s: %s", key, e)
+                    delay = RETRY_S
                 except Exception:
                     log.exception("%s", key)
                     delay = RETRY_S

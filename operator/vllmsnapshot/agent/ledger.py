@@ -144,8 +144,11 @@ class Ledger:
         self.wrote(f"ledger {content}")
 
     def save(self) -> None:
-        """Write what the disk has refused before. Raises OSError if it still does."""
+        """Write what the disk has refused before, and remove what it would not remove. Raises OSError if it still refuses."""
         with self._lock:
+            for name in os.listdir(self.directory):
+                if name.endswith(".tmp"):
+                    os.unlink(os.path.join(self.directory, name))
             for content in sorted(self._unsaved):
                 self._write(content, self._entries[content])
                 self.wrote(f"ledger {content}")

@@ -100,6 +100,10 @@ class LocalOps:
         """Contents that have files in the store, readable or not."""
         return self.store.names()
 
+    def sweep(self) -> None:
+        """Remove what failed removals have left in the store."""
+        self.store.sweep()
+
     def delete_artifact(self, content: str) -> None:
         """Remove the files of a content. Waits for restores that read them."""
         self.store.delete(content)

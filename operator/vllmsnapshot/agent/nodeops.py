@@ -121,6 +121,9 @@ class NodeOps(Protocol):
     def held(self) -> Sequence[str]:
         """Contents that have files in the store, readable or not."""
 
+    def sweep(self) -> None:
+        """Remove what failed removals have left in the store."""
+
     def restore(self, pod: PodRef, content: str, timeout_s: float, wanted: Callable[[], None]) -> Revived:
         """Bring the captured tree up in the pod's container. After an error nothing but PID 1 is left there.
 

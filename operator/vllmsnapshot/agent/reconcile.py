@@ -786,6 +786,7 @@ class Contents:
         n = self.node
         await n.refresh()
         await self._save_ledger()
+        await n.thread(n.ops.sweep)
         # Also those whose manifest cannot be read.
         held, remembered = await n.thread(n.ops.held), n.ledger.contents()
         live = {x["metadata"]["name"]: x["metadata"]["uid"] for x in await n.kube.list(CONTENTS)}

@@ -123,6 +123,7 @@ class Store:
         self.root = root
         self.artifacts_dir = root / "artifacts"
         self.tmp_dir = root / "tmp"
+        self._writing: set[str] = set()  # names in tmp that are in use
 
     def recover(self) -> None:
         """Make the directories and remove what an earlier agent left half-written or half-deleted. Raises StoreError."""
@@ -136,6 +137,24 @@ class Store:
                 _remove_tree(item)
         except OSError as e:
             raise StoreError(Reason.STORE_FAILED, f"the store {self.root} cannot be used: {e}") from e
+
+    def sweep(self) -> int:
+        """Remove what a failed removal has left in tmp; returns how much of it there was. Nothing that is being written."""
+        with contextlib.suppress(OSError):
+            # Listed first: what is made after that is not among it.
+            left = [item for item in self.tmp_dir.iterdir() if item.name not in self._writing]
+            for item in left:
+                _remove_tree(item)
+            return len(left)
+        return 0
+
+    @contextlib.contextmanager
+    def _in_use(self, path: Path) -> Iterator[None]:
+        self._writing.add(path.name)
+        try:
+            yield
+        finally:
+            self._writing.discard(path.name)
 
     def usage(self) -> Usage:
         """Raises StoreError."""
@@ -220,33 +239,35 @@ class Store:
         """A new artifact to be written; removed at the end unless published. Raises StoreError."""
         self._path(content)
         path = self.tmp_dir / f"{content}-{secrets.token_hex(4)}"
-        try:
-            path.mkdir(mode=0o700)
-        except OSError as e:
-            raise StoreError(disk_reason(e), f"the store {self.root} cannot be written: {e}") from e
-        draft = Draft(self, content, path)
-        try:
-            yield draft
-        finally:
-            if not draft.published:
-                _remove_tree(path)
+        with self._in_use(path):
+            self._make(path)
+            draft = Draft(self, content, path)
+            try:
+                yield draft
+            finally:
+                if not draft.published:
+                    _remove_tree(path)
 
     @contextlib.contextmanager
     def work_dir(self) -> Iterator[int]:
         """A directory for CRIU's by-products. Raises StoreError."""
         path = self.tmp_dir / f"work-{secrets.token_hex(4)}"
+        with self._in_use(path):
+            self._make(path)
+            try:
+                fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+                try:
+                    yield fd
+                finally:
+                    os.close(fd)
+            finally:
+                _remove_tree(path)
+
+    def _make(self, path: Path) -> None:
         try:
             path.mkdir(mode=0o700)
         except OSError as e:
             raise StoreError(disk_reason(e), f"the store {self.root} cannot be written: {e}") from e
-        try:
-            fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-            try:
-                yield fd
-            finally:
-                os.close(fd)
-        finally:
-            _remove_tree(path)
 
     def _path(self, content: str) -> Path:
         if not _NAME.fullmatch(content):
