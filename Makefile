@@ -67,11 +67,13 @@ lock: venv ## Pin the newest versions that pyproject.toml allows
 	$(VENV)/bin/pip install --quiet uv
 	$(VENV)/bin/uv pip compile pyproject.toml --extra dev --generate-hashes --python-version 3.11 --upgrade --quiet -o requirements.lock
 
-.PHONY: test test-unit test-controlplane test-node test-e2e test-gpu
-test: lint prepare ## Everything: lint, unit, controlplane, node (real CRIU), e2e (real vLLM)
-	$(PY) -m pytest tests/unit tests/controlplane tests/node tests/e2e $(PYTEST_ARGS)
+.PHONY: test test-unit test-faults test-controlplane test-node test-e2e test-gpu
+test: lint prepare ## Everything: lint, unit, faults, controlplane, node (real CRIU), e2e (real vLLM)
+	$(PY) -m pytest tests/unit tests/faults tests/controlplane tests/node tests/e2e $(PYTEST_ARGS)
 test-unit: venv ## Quick tests without a cluster
 	$(PY) -m pytest tests/unit $(PYTEST_ARGS)
+test-faults: venv ## Every write cut, lost and refused once, on virtual time (a part of the points; FULL=1 takes all, SEED=N repeats)
+	$(PY) -m pytest tests/faults $(PYTEST_ARGS)
 test-controlplane: venv ## Operator and API against a real kube-apiserver
 	$(PY) -m pytest tests/controlplane $(PYTEST_ARGS)
 test-node: venv ## Real containers and CRIU with a small engine

@@ -1,0 +1,365 @@
+"""The operator and the agent end at every point of a life, every answer is lost once, every file operation fails once.
+
+For each: the cluster comes to rest in the state of the undisturbed life. Nothing is lost, nothing is left over, and what may never be
+(`World.check`, `Container._add`) is checked at every step on the way. FULL=1 takes every point; otherwise a part of them, a different
+one each day (the seed is printed).
+Each life takes a second, on virtual time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import datetime
+import errno
+import functools
+import os
+import random
+import shutil
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmsnapshot.api.constants import Reason
+from vllmsnapshot.kube import ApiError
+
+from . import world
+from .memory_api import Call, Faults, WatchFaults
+from .points import Points
+from .virtual import run
+from .world import Plan, World
+
+FULL = bool(os.environ.get("FULL"))
+SEED = int(os.environ.get("SEED") or datetime.date.today().toordinal())
+SAMPLE = int(os.environ.get("SAMPLE", "3"))
+"""Points of each kind that are tried without FULL."""
+
+AGENT = "agent-node-a"
+OPERATOR = "operator"
+
+Outcome = list[dict[str, Any]]
+
+
+async def life(x: World) -> Outcome:
+    """Cold, captured, crashed, restored, scaled up, rolled, deleted; each state is looked at after some more starts.
+
+    A capture or a restore that is cut off is made up for by the next start, so by then nothing may be left of what happened.
+    """
+    x.apply(replicas=1)
+    await x.rest()
+    x.crash()
+    await x.rest()
+    x.apply(replicas=2)
+    await x.rest()
+    before = await recovered(x, "one")
+    x.apply(replicas=1, image="two")
+    await x.rest()
+    after = await recovered(x, "two")
+    x.delete()
+    await x.rest(quiet_s=QUIET_S)
+    return [before, after, x.outcome()]
+
+
+QUIET_S = 130.0
+"""Longer than two collections of orphans by the agent."""
+
+
+async def recovered(x: World, image: str) -> dict[str, Any]:
+    """The state after three starts from nothing, of which nothing disturbs the last two."""
+    for _ in range(3):
+        for replicas in (0, 1):
+            x.apply(replicas=replicas, image=image)
+            await x.rest()
+        x.spared = True
+    await x.rest(quiet_s=QUIET_S)
+    outcome = x.outcome()
+    x.spared = False
+    return outcome
+
+
+def difference(outcome: Outcome, wanted: Outcome) -> str:
+    """What is not as it should be; empty if all is."""
+    names = ("first image", "second image", "deleted")
+    return "; ".join(
+        f"{name}: {key}: {have[key]} instead of {want[key]}"
+        for name, have, want in zip(names, outcome, wanted, strict=True)
+        for key in want
+        if have[key] != want[key]
+    )
+
+
+Meanwhile = Callable[[World], Awaitable[None]]
+
+
+def live(root: Path, plan: Plan | None = None, meanwhile: Meanwhile | None = None) -> tuple[Outcome, Points, World]:
+    """One life in a directory of its own. `meanwhile` happens at the same time."""
+    shutil.rmtree(root, ignore_errors=True)
+    root.mkdir(parents=True)
+    made: list[World] = []
+
+    async def main() -> Outcome:
+        x = World(root, plan or Plan())
+        made.append(x)
+        await x.start()
+        try:
+            beside = asyncio.ensure_future(meanwhile(x)) if meanwhile else None
+            outcome = await life(x)
+            if beside is not None:
+                await beside
+            return outcome
+        finally:
+            await x.stop()
+
+    with world.environment(root, lambda: made[0]):
+        result = run(main)
+    shutil.rmtree(root, ignore_errors=True)
+    assert made[0].first is not None or not (plan and plan.who)
+    return result, made[0].first or Points(), made[0]
+
+
+Calm = Callable[[str], tuple[Outcome, list[str]]]
+CALLS: dict[str, list[Call]] = {}
+
+
+@pytest.fixture(scope="module")
+def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
+    """The undisturbed life, and the points that a process has in it."""
+
+    @functools.cache
+    def undisturbed(who: str) -> tuple[Outcome, list[str]]:
+        calls: list[Call] = []
+        faults = Faults(before=lambda call, number: calls.append(call) if number > 0 else None)
+        outcome, points, _ = live(tmp_path_factory.mktemp("calm") / "w", Plan(who=who, faults=lambda _: faults))
+        CALLS[who] = calls
+        return outcome, points.names
+
+    return undisturbed
+
+
+def is_request(point: str) -> bool:
+    """As opposed to a file operation, a signal or a start of CRIU."""
+    return ": " in point
+
+
+def is_file(point: str) -> bool:
+    """An operation that a disk can refuse."""
+    return point.startswith(("open ", "os."))
+
+
+def chosen(points: list[str], what: str, fitting: Callable[[str], bool] = lambda _: True) -> list[int]:
+    """Which points are tried."""
+    every = [n for n, name in enumerate(points, start=1) if fitting(name)]
+    if FULL or len(every) <= SAMPLE:
+        return every
+    print(f"SEED={SEED}")
+    return sorted(random.Random(f"{SEED} {what}").sample(every, SAMPLE))
+
+
+def test_the_undisturbed_life_is_what_it_should_be(calm: Calm) -> None:
+    (before, after, gone), points = calm(AGENT)
+    for outcome, image in ((before, "one"), (after, "two")):
+        assert outcome["pods"] == [(image, "restore", "Serving", "True", "True")]
+        assert outcome["contents"] == [("Captured",)]
+        assert outcome["engines"] == [(1, True, False)]
+        assert outcome["disk"].count("node-a artifacts") == 1
+        assert "node-a tmp" not in outcome["disk"]
+        assert outcome["conditions"]["Ready"] == ("True", Reason.ALL_REPLICAS_READY)
+    assert gone == {
+        "claims": False,
+        "conditions": {},
+        "contents": [],
+        "disk": [],
+        "engines": [],
+        "pods": [],
+        "ready": None,
+        "services": 0,
+    }
+    assert len(points) > 150
+    assert len(calm(OPERATOR)[1]) > 30
+
+
+def test_every_life_is_the_same(tmp_path: Path) -> None:
+    assert live(tmp_path / "a")[0] == live(tmp_path / "b")[0]
+
+
+def at(**what: int) -> Callable[[World], Points]:
+    """The same points in any world."""
+    return lambda _: Points(**what)  # type: ignore[arg-type]
+
+
+def doing(n: int, do: Callable[[World], None]) -> Callable[[World], Points]:
+    """Points at the n-th of which something happens to the world."""
+    return lambda x: Points(do_at=n, do=lambda: do(x))
+
+
+def always(faults: Faults) -> Callable[[World], Faults]:
+    """The same faults in any world."""
+    return lambda _: faults
+
+
+@pytest.mark.parametrize("who", [AGENT, OPERATOR])
+def test_it_ends_at_any_point(who: str, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+    wanted, points = calm(who)
+    for n in chosen(points, f"stop {who}"):
+        outcome, found, x = live(tmp_path / "w", Plan(who=who, points=at(stop_at=n)))
+        assert x.deaths == bool(found.hit), f"point {n}: {found.hit}"
+        assert not difference(outcome, wanted), f"ended before point {n}: {found.hit}"
+        counted[f"points at which {who} ended"] += bool(found.hit)
+    assert counted[f"points at which {who} ended"]
+
+
+@pytest.mark.parametrize("who", [AGENT, OPERATOR])
+def test_any_answer_is_lost(who: str, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+    wanted, points = calm(who)
+    for n in chosen(points, f"lose {who}", is_request):
+        outcome, found, _ = live(tmp_path / "w", Plan(who=who, points=at(lose_at=n)))
+        assert not difference(outcome, wanted), f"answer {n} lost: {found.hit}"
+        counted[f"writes of {who} whose answer was lost"] += bool(found.hit)
+    assert counted[f"writes of {who} whose answer was lost"]
+
+
+def test_the_power_fails_at_any_point(tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+    wanted, points = calm(AGENT)
+    for n in chosen(points, "power"):
+        plan = Plan(who=AGENT, points=at(stop_at=n), power=True)
+        outcome, found, _ = live(tmp_path / "w", plan)
+        assert not difference(outcome, wanted), f"the power failed before point {n}: {found.hit}"
+        counted["points at which the node lost its power"] += bool(found.hit)
+    assert counted["points at which the node lost its power"]
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
+@pytest.mark.parametrize("for_good", [False, True], ids=["once", "for a minute"])
+def test_any_file_operation_is_refused(number: int, for_good: bool, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+    wanted, points = calm(AGENT)
+    name = f"file operations refused with {errno.errorcode[number]} {'for a minute' if for_good else 'once'}"
+
+    def refusing(n: int) -> Callable[[World], Points]:
+        def make(x: World) -> Points:
+            made = Points(refuse_at=n, errno=number, for_good=for_good)
+
+            def later() -> None:
+                x.loop.call_later(60.0, made.mend)
+
+            made.refused = later
+            return made
+
+        return make
+
+    for n in chosen(points, name, is_file):
+        outcome, found, _ = live(tmp_path / "w", Plan(who=AGENT, points=refusing(n)))
+        assert not difference(outcome, wanted), f"{name}: {n}: {found.hit}"
+        counted[name] += bool(found.hit)
+    assert counted[name]
+
+
+@pytest.mark.parametrize(
+    ("what", "do"),
+    [
+        ("every container dies", lambda x: x.kill_containers("node-a")),
+        ("every engine dies", lambda x: x.crash()),
+        ("every pod is deleted", lambda x: x.delete_pods()),
+        ("every content is deleted", lambda x: x.delete_contents()),
+        ("the clock is set ahead", lambda x: setattr(x, "wall", 7200.0)),
+        ("the clock is set back", lambda x: setattr(x, "wall", -7200.0)),
+    ],
+    ids=lambda x: x.replace(" ", "-") if isinstance(x, str) else "",
+)
+@pytest.mark.parametrize("who", [AGENT, OPERATOR])
+def test_something_happens_at_any_point(
+    who: str, what: str, do: Callable[[World], None], tmp_path: Path, calm: Calm, counted: Counter[str]
+) -> None:
+    wanted, points = calm(who)
+    name = f"points of {who} at which {what}"
+    for n in chosen(points, name):
+        outcome, found, _ = live(tmp_path / "w", Plan(who=who, points=doing(n, do)))
+        assert not difference(outcome, wanted), f"{what} before point {n}: {found.hit}"
+        counted[name] += bool(found.hit)
+    assert counted[name]
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+REFUSALS = {
+    "409": ApiError(409, "Conflict", "scripted"),
+    "422": ApiError(422, "Invalid", "scripted"),
+    "403": ApiError(403, "Forbidden", "scripted"),
+    "429": ApiError(429, "TooManyRequests", "scripted", 5.0),
+    "500": ApiError(500, "InternalError", "scripted"),
+    "503": ApiError(503, "ServiceUnavailable", "scripted"),
+    "timeout": ApiError(0, "TransportError", "scripted"),
+}
+
+
+def kind(call: Call) -> str:
+    """Calls of one kind are handled by the same code."""
+    what = call.subresource or ("one" if call.name else "all")
+    return f"{call.user}: {call.method} {call.resource.plural} {what}"
+
+
+@pytest.mark.parametrize("fault", [*REFUSALS, "timeout after commit"])
+@pytest.mark.parametrize("who", [AGENT, OPERATOR])
+def test_any_kind_of_request_fails(who: str, fault: str, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+    """Each kind of request, at its first, its second and its last time."""
+    wanted, _ = calm(who)
+    times = Counter(kind(call) for call in CALLS[who])
+    cases = [(name, n) for name, total in sorted(times.items()) for n in sorted({1, 2, total}) if n <= total]
+    name = f"requests of {who} answered with {fault}"
+    for index in chosen([which for which, _ in cases], name):
+        which, at = cases[index - 1]
+        seen: Counter[str] = Counter()
+
+        def hurt(call: Call, _number: int, which: str = which, at: int = at, seen: Counter[str] = seen) -> None:
+            seen[kind(call)] += 1
+            if kind(call) == which and seen[which] == at:
+                raise REFUSALS.get(fault, REFUSALS["timeout"])
+
+        faults = Faults(after=hurt) if fault == "timeout after commit" else Faults(before=hurt)
+        outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=always(faults)))
+        assert not difference(outcome, wanted), f"{which}, time {at}: {fault}"
+        counted[name] += seen[which] >= at
+    assert counted[name]
+
+
+@pytest.mark.parametrize("fault", ["timeout", "403", "500"])
+@pytest.mark.parametrize("who", [AGENT, OPERATOR])
+def test_the_api_server_is_away_for_a_minute(who: str, fault: str, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+    wanted, _ = calm(who)
+    name = f"minutes in which {who} was answered with {fault} only"
+    for start in range(1, 1200, 20 if FULL else 150):
+
+        def away(x: World, start: int = start) -> Faults:
+            def hurt(_call: Call, _number: int) -> None:
+                if start <= x.loop.time() < start + 60:
+                    raise REFUSALS[fault]
+
+            return Faults(before=hurt)
+
+        outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=away))
+        assert not difference(outcome, wanted), f"away from second {start}"
+        counted[name] += 1
+
+
+@pytest.mark.parametrize(
+    ("what", "faults"),
+    [
+        # An agent that hears of a pod later than that answers too late: init decides alone after ten seconds.
+        ("late by 5 s", WatchFaults(lag_s=5.0)),
+        ("all twice", WatchFaults(twice=lambda _: True)),
+        ("every second one lost", WatchFaults(drop=lambda n: n % 2 == 0, gone_every=7)),
+        ("all lost", WatchFaults(drop=lambda _: True)),
+        ("410 after each", WatchFaults(gone_every=1)),
+    ],
+    ids=lambda x: x.replace(" ", "-") if isinstance(x, str) else "",
+)
+@pytest.mark.parametrize("who", [AGENT, OPERATOR])
+def test_events_of_a_watch(who: str, what: str, faults: WatchFaults, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+    if who == AGENT and what == "all lost":
+        # A watch that loses events and never breaks is a broken client: it is made anew after five minutes.
+        faults = WatchFaults(drop=lambda n: n % 3 != 0, gone_every=2)
+    wanted, _ = calm(who)
+    outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=always(Faults(watch=faults))))
+    assert not difference(outcome, wanted), what
+    counted[f"watches of {who} with events {what}"] += 1
