@@ -24,7 +24,7 @@ from typing import Any, Final
 from ..api.constants import Reason
 from . import identity, namespaces, staging
 from .accelerator import MEMORY_USED, Accelerator
-from .containers import Container, Mount, Process, descendants, memory_limit, resume_all
+from .containers import Container, Mount, Process, descendants, lines, memory_limit, resume_all
 from .criu import Criu, CriuError
 from .errors import AgentError, CaptureError, StoreError, disk_reason, is_full
 from .staging import Copy, Staged, StagingError
@@ -249,7 +249,7 @@ def check_memory(in_memory: int, on_device: int, limit: int | None) -> None:
 
 def has_capability(number: int, proc: Path = Path("/proc")) -> bool:
     """Whether this process has the capability."""
-    for line in (proc / "self/status").read_text().splitlines():
+    for line in lines((proc / "self/status").read_text()):
         if line.startswith("CapEff:"):
             return bool(int(line.split()[1], 16) >> number & 1)
     return False
@@ -316,7 +316,7 @@ def check_abstract_sockets(container: Container, processes: Sequence[Process]) -
             with contextlib.suppress(OSError):
                 if match := re.fullmatch(r"socket:\[(\d+)\]", os.readlink(base / name)):
                     owners[match[1]] = (process, name)
-    for line in container.text("net/unix").splitlines():
+    for line in lines(container.text("net/unix")):
         # Num RefCount Protocol Flags Type St Inode [Path]; the NUL in front of an abstract name is shown as @.
         fields = line.split(None, 7)
         if len(fields) == 8 and fields[7].startswith("@") and fields[6] in owners:

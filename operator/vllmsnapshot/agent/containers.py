@@ -64,6 +64,13 @@ class Mount:
     options: dict[str, str]
 
 
+def lines(text: str) -> list[str]:
+    """The lines of a file of /proc. Only a line feed ends one: workloads choose names in them, and `str.splitlines` splits at ten
+    other characters too.
+    """
+    return [line for line in text.split("\n") if line]
+
+
 def read_process(proc: Path, pid: int) -> Process:
     """A process from /proc. Raises OSError if there is none, ValueError if it went away half-way."""
     stat = _read(f"{proc}/{pid}/stat")
@@ -71,7 +78,7 @@ def read_process(proc: Path, pid: int) -> Process:
     head, _, tail = stat.rpartition(") ")
     rest = tail.split()
     fields: dict[str, str] = {}
-    for line in _read(f"{proc}/{pid}/status").splitlines():
+    for line in lines(_read(f"{proc}/{pid}/status")):
         name, _, value = line.partition(":")
         fields[name] = value.strip()
 
@@ -143,7 +150,7 @@ class Container:
     def text(self, name: str) -> str:
         """A file of /proc/PID. Raises OSError."""
         fd = os.open(name, os.O_RDONLY | os.O_CLOEXEC, dir_fd=self.proc_fd)
-        with open(fd, errors="surrogateescape") as f:
+        with open(fd, errors="surrogateescape", newline="\n") as f:
             return f.read()
 
     def namespace(self, kind: str) -> str:
@@ -188,11 +195,15 @@ def descendants(processes: Iterable[Process], root: int) -> list[Process]:
 
 
 def parse_mountinfo(text: str) -> list[Mount]:
-    """Mounts in the order of mountinfo."""
+    """Mounts in the order of mountinfo. Names in it are a workload's (`subPath`): only a line feed ends a line, as the kernel
+    means it, and a line that is none says nothing.
+    """
     mounts = []
-    for line in text.splitlines():
+    for line in lines(text):
         left, _, right = line.partition(" - ")
         one, two = left.split(" "), right.split(" ")
+        if len(one) < 6 or len(two) < 3:
+            continue
         options: dict[str, str] = {}
         for item in " ".join(two[2:]).split(","):
             name, _, value = item.partition("=")
@@ -222,7 +233,7 @@ def in_pod(cgroups: str, pod_uid: str) -> bool:
     Compared by path component, so that a UID that is the beginning of another one does not match.
     """
     names = (f"pod{pod_uid}", f"pod{pod_uid.replace('-', '_')}.slice")
-    for line in cgroups.splitlines():
+    for line in lines(cgroups):
         path = line.split(":", 2)[-1]
         for component in path.split("/"):
             if component in names or component.endswith(f"-{names[1]}"):
@@ -271,7 +282,7 @@ def _depth(proc: Path, pid: int, pod_uid: str) -> int:
     try:
         if not in_pod(_read(f"{proc}/{pid}/cgroup"), pod_uid):
             return 0
-        for line in _read(f"{proc}/{pid}/status").splitlines():
+        for line in lines(_read(f"{proc}/{pid}/status")):
             if line.startswith("NSpid:"):
                 pids = line.split()[1:]
                 return len(pids) if len(pids) > 1 and pids[-1] == "1" else 0
@@ -373,7 +384,7 @@ def memory_limit(container: Container, cgroup_root: Path) -> int | None:
         m for m in parse_mountinfo((container.proc / "self/mountinfo").read_text()) if Path(m.point).is_relative_to(cgroup_root)
     ]
     limits = []
-    for line in container.text("cgroup").splitlines():
+    for line in lines(container.text("cgroup")):
         _, names, path = line.split(":", 2)
         for mount in mounts:
             if mount.kind == "cgroup2" and not names:

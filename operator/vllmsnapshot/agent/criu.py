@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from . import nsrun
-from .containers import Container, parse_mountinfo, set_last_pid, wait_dead
+from .containers import Container, lines, parse_mountinfo, set_last_pid, wait_dead
 from .staging import Staged, mounted_below
 
 DEFAULT_PREFIX: Final = Path("/opt/criu")
@@ -470,12 +470,12 @@ def cgroup_files(container: Container, cgroup_root: Path) -> list[int]:
     A hierarchy where the agent is in the same cgroup is left out. Raises CriuError if one is not mounted below `cgroup_root`:
     a tree outside its pod's cgroup would escape its limits.
     """
-    mine = set((container.proc / "self/cgroup").read_text().splitlines())
+    mine = set(lines((container.proc / "self/cgroup").read_text()))
     mounts = [m for m in parse_mountinfo((container.proc / "self/mountinfo").read_text()) if m.kind in ("cgroup", "cgroup2")]
     mounts = [m for m in mounts if Path(m.point).is_relative_to(cgroup_root)] or mounts
     files: list[int] = []
     try:
-        for line in container.text("cgroup").splitlines():
+        for line in lines(container.text("cgroup")):
             if line in mine:
                 continue
             _, names, path = line.split(":", 2)

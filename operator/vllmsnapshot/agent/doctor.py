@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Final
 
 from ..api.types import Check
-from .containers import parse_mountinfo
+from .containers import lines, parse_mountinfo
 from .criu import MINIMUM, Criu, CriuError
 
 KERNEL_MINIMUM: Final = (5, 11)
@@ -125,7 +125,7 @@ def criu_works(criu: Criu) -> Finding:
 
 def capabilities(status: str) -> Finding:
     """What the agent may do. `status` is the text of /proc/self/status."""
-    line = next((x for x in status.splitlines() if x.startswith("CapEff:")), "CapEff: 0")
+    line = next((x for x in lines(status) if x.startswith("CapEff:")), "CapEff: 0")
     held = int(line.split()[1], 16)
     missing = [f"{name} ({why})" for name, (bit, why) in CAPABILITIES.items() if not held >> bit & 1]
     if missing:
@@ -141,7 +141,7 @@ def host_pids(proc: Path) -> Finding:
     """The agent must see the containers' processes: hostPID. A kernel thread or another init is then PID 1 or 2."""
     if (proc / "2/comm").exists() and (proc / "2/comm").read_text().strip() == "kthreadd":
         return passed("the node's")
-    depth = next((x for x in (proc / "self/status").read_text().splitlines() if x.startswith("NSpid:")), "").split()[1:]
+    depth = next((x for x in lines((proc / "self/status").read_text()) if x.startswith("NSpid:")), "").split()[1:]
     if len(depth) > 1:
         return failed("the agent has a PID namespace of its own", "set hostPID: true")
     # A node that is itself a container (kind) has no kernel threads in sight.
@@ -166,7 +166,7 @@ def cgroups(mountinfo: str, init: str, root: Path) -> Finding:
     """Whether every hierarchy of the node is mounted below `root`, writable."""
     mounts = [m for m in parse_mountinfo(mountinfo) if m.kind in ("cgroup", "cgroup2") and Path(m.point).is_relative_to(root)]
     missing = []
-    for line in init.splitlines():
+    for line in lines(init):
         names = line.split(":", 2)[1]
         for mount in mounts:
             if mount.kind == "cgroup2" if not names else set(names.removeprefix("name=").split(",")) <= _names(mount.options):
@@ -234,7 +234,7 @@ def io_uring(proc: Path) -> Finding:
 
 def memory(meminfo: str) -> Finding:
     """How much a restore may take."""
-    values = {line.split(":")[0]: int(line.split()[1]) << 10 for line in meminfo.splitlines() if line.endswith("kB")}
+    values = {line.split(":")[0]: int(line.split()[1]) << 10 for line in lines(meminfo) if line.endswith("kB")}
     free = values.get("MemAvailable", 0)
     text = f"{free / (1 << 30):.1f} GiB of {values.get('MemTotal', 0) / (1 << 30):.1f} GiB available"
     return warned(text, "a restore takes its memory at once") if free < 1 << 30 else passed(text)

@@ -19,7 +19,7 @@ from typing import Final
 
 from . import namespaces
 from .accelerator import RECORDED
-from .containers import Container, Mount, Process, read_process
+from .containers import Container, Mount, Process, lines, read_process
 
 KERNEL: Final = "kernelRelease"
 MACHINE: Final = "machine"
@@ -85,7 +85,7 @@ def node_facts(
 def cpu(proc: Path = Path("/proc")) -> tuple[str, list[str]]:
     """Model name and sorted flags that every CPU has."""
     model, common = "", None
-    for line in (proc / "cpuinfo").read_text(errors="replace").splitlines():
+    for line in lines((proc / "cpuinfo").read_text(errors="replace")):
         name, _, value = line.partition(":")
         if name.strip() == "model name" and not model:
             model = value.strip()
@@ -162,7 +162,7 @@ _MAPPED: Final = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ [0-9a-f]+ \S+ (\d+) +(/.*
 def mapped_paths(maps: str) -> set[str]:
     """Paths in the text of /proc/PID/maps, without deleted files and those that are none (memfd, SysV, anonymous)."""
     paths = set()
-    for line in maps.splitlines():
+    for line in lines(maps):
         match = _MAPPED.match(line)
         if (
             match

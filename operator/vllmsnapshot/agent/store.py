@@ -91,6 +91,35 @@ class Manifest:
         del value["digest"]
         return json.dumps(value, sort_keys=True, separators=(",", ":")).encode()
 
+    def _check(self) -> None:
+        """Raises ValueError for a field of the wrong kind: one damaged manifest must not keep the others from being read."""
+
+        def count(value: object) -> bool:
+            return type(value) is int and 0 <= value < 1 << 63
+
+        def strings(value: object) -> bool:
+            items = [*value.keys(), *value.values()] if isinstance(value, dict) else value
+            return isinstance(items, list) and all(isinstance(x, str) for x in items)
+
+        fine = {
+            "content": isinstance(self.content, str) and isinstance(self.captured_at, str),
+            "pids": isinstance(self.pids, list) and all(count(x) and x for x in self.pids) and self.root_pid in self.pids,
+            "root_pid": count(self.root_pid),
+            "stdio": isinstance(self.stdio, dict) and all(count(x) for x in self.stdio.values()),
+            "staged": isinstance(self.staged, dict) and strings(self.staged),
+            "bytes": count(self.memory_bytes) and count(self.disk_bytes),
+            "environment": isinstance(self.environment, dict) and strings(self.environment),
+            "cpu_flags": isinstance(self.cpu_flags, list) and strings(self.cpu_flags),
+            "files": all(count(x.size) and isinstance(x.digest, str) for x in self.files.values()),
+            "mapped": all(isinstance(x.path, str) and count(x.size) and type(x.mtime_ns) is int for x in self.mapped),
+            "phases": isinstance(self.phases, dict)
+            and all(type(x) in (int, float) and abs(x) < 1e9 for x in self.phases.values()),  # not a NaN
+            "extra": isinstance(self.extra, dict),
+        }
+        wrong = [name for name, ok in fine.items() if not ok]
+        if wrong:
+            raise ValueError(f"{', '.join(wrong)} of the wrong kind")
+
     @classmethod
     def from_json(cls, raw: bytes) -> Manifest:
         """Raises StoreError(ARTIFACT_CORRUPT) for anything that is not a manifest of this version."""
@@ -102,8 +131,10 @@ class Manifest:
             value = {k: v for k, v in value.items() if k in known}
             value["files"] = {str(k): StoredFile(**v) for k, v in value["files"].items()}
             value["mapped"] = [FileFact(**v) for v in value["mapped"]]
-            return cls(**value, digest=f"sha256:{hashlib.sha256(raw).hexdigest()}")
-        except (ValueError, TypeError, KeyError, AttributeError) as e:
+            made = cls(**value, digest=f"sha256:{hashlib.sha256(raw).hexdigest()}")
+            made._check()
+            return made
+        except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as e:
             raise StoreError(Reason.ARTIFACT_CORRUPT, f"the manifest cannot be read: {e}") from e
 
 
