@@ -540,8 +540,10 @@ def test_the_chart_carries_the_crds(default: list[Object]) -> None:
     assert sorted(map(json.dumps, of_kind(default, "CustomResourceDefinition"))) == sorted(map(json.dumps, wanted.values()))
 
 
-def test_lint() -> None:
-    result = subprocess.run([helm(), "lint", "--strict", str(CHART)], capture_output=True, text=True, check=False)
+@pytest.mark.parametrize("case", sorted(MATRIX))
+def test_lint(case: str) -> None:
+    command = [helm(), "lint", "--strict", str(CHART), "--values", "-"]
+    result = subprocess.run(command, input=yaml.safe_dump(MATRIX[case]), capture_output=True, text=True, check=False)
     assert result.returncode == 0, result.stdout
 
 
