@@ -52,7 +52,7 @@ REFUSED: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "enable-expert-parallel": ("one GPU per replica", lambda v: not v),
     "enable-eplb": ("one GPU per replica", lambda v: not v),
     "enable-elastic-ep": ("one GPU per replica", lambda v: not v),
-    "distributed-executor-backend": ("other workers are not in the process tree", lambda v: v in (None, "uni")),
+    "distributed-executor-backend": ("vLLM's own choice is right for one rank", lambda v: v in (None, "uni")),
     "device-ids": ("the device plugin chooses the GPU", lambda v: v is None),
     "kv-transfer-config": ("connections to others cannot be captured", lambda v: v is None),
     "kv-events-config": ("its listener is parked with all others", lambda v: v is None),

@@ -34,7 +34,7 @@ UNACCEPTABLE = {
     "distributed-executor-backend": ["mp"],
     "kv-transfer-config": ['{"kv_connector": "NixlConnector", "kv_role": "kv_both"}'],
     "kv-events-config": ['{"enable_kv_cache_events": true}'],
-    "ec-transfer-config": ['{"ec_connector": "x"}'],
+    "ec-transfer-config": ['{"ec_connector": "x", "ec_role": "ec_producer"}'],
     "weight-transfer-config": ['{"backend": "nccl"}'],
     "otlp-traces-endpoint": ["http://collector:4317"],
     "mm-tensor-ipc": ["torch_shm"],
@@ -59,7 +59,12 @@ print("VERDICTS " + json.dumps([verdict(argv) for argv in json.load(sys.stdin)])
 """
 
 ACCEPTED = [[], ["--enforce-eager", "--max-model-len=512"], ["-tp", "1"], ["--seed", "7"]]
-ABBREVIATED = [["--tensor-paral", "2"], ["--tensor_parallel_size=2"], ["-tp", "2"], ["--kv-transfer", '{"kv_connector": "x"}']]
+ABBREVIATED = [
+    ["--tensor-paral", "2"],
+    ["--tensor_parallel_size=2"],
+    ["-tp", "2"],
+    ["--kv-transfer", '{"kv_connector": "x", "kv_role": "kv_both"}'],
+]
 
 
 @pytest.fixture

@@ -362,7 +362,7 @@ ARGS_RULES: list[CEL] = [
     ),
     _no_flag(
         ["distributed-executor-backend"],
-        "--distributed-executor-backend: workers outside the engine's process tree cannot be captured, and one rank needs no others",
+        "--distributed-executor-backend: one rank needs no other executor than vLLM's own choice, and Ray's workers cannot be captured",
     ),
     _no_flag(["device", "device-ids"], "--device-ids: the device plugin chooses the GPU; use spec.resources"),
     _no_flag(
