@@ -130,6 +130,13 @@ class Engine:
                 return dict(said[key])
             self.output = [*self.output[-199:], line]
 
+    def last_words(self) -> list[str]:
+        """The end of its output."""
+        with contextlib.suppress(AssertionError):
+            while True:
+                self.output = [*self.output[-199:], self.bare.line(0.2)]
+        return self.output[-120:]
+
     def alive(self) -> None:
         """Raise ProofError if the process has died."""
         if not self.bare.container.descendants():
@@ -241,11 +248,13 @@ class Proof:
         environment = [f"{k}={v}" for k, v in self.place.application.items()]
         whole = ["/usr/bin/env", *environment, *command] if command else []
         engine = Engine(stack.enter_context(Bare(whole, mounts=self.place.mounts)))
-        stack.push(lambda *_: self._leave(engine))
+        stack.push(lambda kind, *_: self._leave(engine, failed=kind is not None))
         return engine
 
-    def _leave(self, engine: Engine) -> None:
+    def _leave(self, engine: Engine, *, failed: bool) -> None:
         """Whatever happened: killed with its context alive, a process that was restored can take the host down."""
+        for line in engine.last_words() if failed else ():
+            self.say(f"    {line}")
         cuda = Cuda(env=self.place.agent, limits=LIMITS_AFTERWARDS)
         with contextlib.closing(cuda), contextlib.suppress(AgentError, OSError):
             cuda.before_terminate(engine.bare.container.descendants())

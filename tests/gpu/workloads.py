@@ -22,8 +22,11 @@ VLLM_MEMORY: Final = 4 << 30
 
 VLLM_ENVIRONMENT: Final = {
     "HOME": "/tmp",
+    "TMPDIR": "/tmp",
     "XDG_CACHE_HOME": "/tmp/.cache",
+    "XDG_CONFIG_HOME": "/tmp/.config",
     "VLLM_CACHE_ROOT": "/tmp/.cache/vllm",
+    "VLLM_CONFIG_ROOT": "/tmp/.config/vllm",
     "TRITON_CACHE_DIR": "/tmp/.cache/triton",
     "TORCHINDUCTOR_CACHE_DIR": "/tmp/.cache/inductor",
     "HF_HUB_OFFLINE": "1",

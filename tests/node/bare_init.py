@@ -21,6 +21,7 @@ def mounts(base: str, control: str, more: Mapping[str, str]) -> None:
     mount -t proc proc {root}/proc
     mount --bind {root}/proc/sys {root}/proc/sys
     mount -o remount,bind,ro {root}/proc/sys
+    mount -t sysfs -o ro sysfs {root}/sys
     mount -t tmpfs tmpfs {root}/dev
     for name in null zero full random urandom; do touch {root}/dev/$name; mount --bind /dev/$name {root}/dev/$name; done
     mkdir {root}/dev/shm

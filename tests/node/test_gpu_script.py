@@ -7,19 +7,24 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.fakes import build_libcuda, make_gpus
+from tests.gpu import place as places
 from tests.gpu import workloads
 from tests.gpu.proof import OutOfTime, limited
 from tests.node.bare import prefix
+from vllmsnapshot.agent import cuda
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -34,16 +39,28 @@ STEPS = {"lock", "checkpoint", "criu", "freeze", "restore", "unlock"}
 class Script:
     """A run of the script."""
 
-    def __init__(self, directory: Path, *arguments: str, megabytes: int = 32) -> None:
+    def __init__(
+        self,
+        directory: Path,
+        *arguments: str,
+        megabytes: int = 32,
+        within: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
+    ) -> None:
+        """`within`: a command that runs the script. `env`: the machine has the driver that this names, instead of --fake."""
         self.directory = directory
         self._mark = f"VLLMSNAPSHOT_TEST_MARK={uuid.uuid4()}"
         name, _, value = self._mark.partition("=")
         size = ["--megabytes", str(megabytes)]
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.gpu", "--fake", *size, "--directory", str(directory), *arguments],
+            [
+                *within,
+                *(sys.executable, "-m", "tests.gpu", *size, "--directory", str(directory), *arguments),
+                *(["--fake"] if env is None else []),
+            ],
             cwd=ROOT,
             # As on a machine where nothing is installed.
-            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {name: value},
+            env={k: v for k, v in os.environ.items() if k != "PYTHONPATH"} | {name: value} | dict(env or {}),
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
@@ -140,6 +157,46 @@ def test_the_drivers_part_can_be_tried_where_criu_does_not_work(directory: Path)
     assert set(report["proofs"][0]["capture"]["seconds"]) == {"lock", "checkpoint", "restore", "unlock"}
     code, report = Script(directory, "--only", "driver", "--without-criu", "--fault", "Checkpoint 1 lose").end()
     assert code == 1
+
+
+def test_devices_and_libraries_of_a_machine_are_found(directory: Path) -> None:
+    """The script without --fake, in a mount namespace where the fake driver is the machine's."""
+    with tempfile.TemporaryDirectory(prefix="vllmsnapshot-gpu-test-", dir="/var/tmp") as name:
+        base = Path(name)
+        for part in ("gpus", "lib", "dev"):
+            (base / part).mkdir()
+        make_gpus(base / "gpus", 2, 512)
+        library = build_libcuda(base / "lib")
+        nvml = library.with_name("libnvidia-ml.so.1")
+        shutil.copy(library, nvml)
+        mounts = """set -e
+            mount --make-rprivate /
+            mount -t tmpfs tmpfs "$1/dev"
+            for file in null zero full random urandom; do touch "$1/dev/$file"; mount --bind /dev/$file "$1/dev/$file"; done
+            mkdir "$1/dev/shm" "$1/dev/pts"; mount --bind /dev/shm "$1/dev/shm"
+            mount -t devpts devpts "$1/dev/pts" -o newinstance,ptmxmode=0666; ln -s pts/ptmx "$1/dev/ptmx"
+            for file in nvidiactl nvidia-uvm; do touch "$1/dev/$file"; mount --bind "$1/gpus/$file" "$1/dev/$file"; done
+            for n in 0 1; do touch "$1/dev/nvidia$n"; mount --bind "$1/gpus/gpu$n" "$1/dev/nvidia$n"; done
+            # A library on a file system of its own, as container toolkits have it.
+            mount --bind "$1/lib" "$1/lib"
+            umount --recursive --lazy /dev
+            mount --rbind "$1/dev" /dev
+            shift; exec "$@" """
+        env = {cuda.LIBCUDA: str(library), cuda.LIBNVML: str(nvml), places.FAKE_GPU: str(base / "gpus")}
+        script = Script(
+            directory, "--only", "driver", "--gpu", "1", within=["unshare", "-m", "sh", "-c", mounts, "sh", name], env=env
+        )
+        code, report = script.end()
+    assert code == 0, report
+    assert (report["fake"], report["driver"]["device"]["minor"], report["driver"]["devices"]) == (False, 1, 2)
+    assert len(report["proofs"][0]["checks"]) == 3
+
+
+@pytest.mark.skipif(Path("/dev/nvidia0").exists(), reason="there is a GPU")
+def test_without_a_gpu_nothing_is_proved(directory: Path) -> None:
+    code, report = Script(directory, env={}).end()
+    assert (code, report["result"]) == (2, "nothing proved")
+    assert "there is no /dev/nvidia0" in report["why"]
 
 
 def test_one_restore_where_there_is_room_for_one(directory: Path) -> None:
