@@ -29,7 +29,10 @@ def child(connection: Any, done: Any, name: str) -> None:
     memory = shared_memory.SharedMemory(name)
     buffer: Any = memory.buf
     while True:
-        connection.recv()
+        try:
+            connection.recv()
+        except EOFError:
+            os._exit(1)  # the parent was killed, and we are next; a trace would stand where the next tree's answer is looked for
         buffer[0] += 1
         done.release()
 
