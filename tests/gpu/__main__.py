@@ -26,7 +26,7 @@ from typing import Any, Final
 from tests.gpu import place as places
 from tests.gpu import workloads
 from tests.gpu.place import Place, UnusableError
-from tests.gpu.proof import OutOfTime, Proof, ProofError, SkippedError, Timed, Workload, available_memory, limited
+from tests.gpu.proof import OutOfTime, Proof, ProofError, SkippedError, Timed, Workload, available_memory, interrupt, limited
 from tests.node.bare import prefix
 from vllmsnapshot.agent import identity
 from vllmsnapshot.agent.criu import MINIMUM, Criu, CriuError
@@ -46,7 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run everything and print the result."""
     options = _parser().parse_args(argv)
     logging.basicConfig(level=logging.WARNING, stream=sys.stderr, format="    %(message)s")
-    signal.signal(signal.SIGTERM, _interrupt)
+    for number in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(number, _interrupt)
     started = time.monotonic()
 
     def say(text: str) -> None:
@@ -85,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    interrupt(KeyboardInterrupt)
 
 
 def _run(options: argparse.Namespace, report: dict[str, Any], say: Callable[[str], None]) -> int:

@@ -247,9 +247,17 @@ class Proof:
         """A container that ends with the stack; `start` starts the command."""
         environment = [f"{k}={v}" for k, v in self.place.application.items()]
         whole = ["/usr/bin/env", *environment, *command] if command else []
-        engine = Engine(stack.enter_context(Bare(whole, mounts=self.place.mounts)))
-        stack.push(lambda kind, *_: self._leave(engine, failed=kind is not None))
+        with held():
+            engine = Engine(Bare(whole, mounts=self.place.mounts))
+            stack.push(lambda kind, *_: self._close(engine, failed=kind is not None))
         return engine
+
+    def _close(self, engine: Engine, *, failed: bool) -> None:
+        with held():
+            try:
+                self._leave(engine, failed=failed)
+            finally:
+                engine.bare.close()
 
     def _leave(self, engine: Engine, *, failed: bool) -> None:
         """Whatever happened: killed with its context alive, a process that was restored can take the host down."""
@@ -365,9 +373,33 @@ def _text(result: Mapping[str, Any]) -> str:
     return ", ".join(f"{k} {v:.2f} s" for k, v in result.get("seconds", {}).items())
 
 
-# --- time ------------------------------------------------------------------------------------------------------------
+# --- time and interruptions ------------------------------------------------------------------------------------------
 
 _deadline = [float("inf")]
+_holding = [0]
+_waiting: list[type[BaseException]] = []
+
+
+def interrupt(error: type[BaseException]) -> None:
+    """From a signal's handler: raise the error, or do so as soon as nothing holds it."""
+    if _holding[0]:
+        _waiting.append(error)
+    else:
+        raise error
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Let nothing interrupt this: a container that is half made, or half removed, would stay. Main thread only."""
+    _holding[0] += 1
+    try:
+        yield
+    finally:
+        _holding[0] -= 1
+        if _waiting and not _holding[0]:
+            error = _waiting[0]
+            _waiting.clear()
+            raise error
 
 
 def _left() -> float:
@@ -376,10 +408,10 @@ def _left() -> float:
 
 @contextlib.contextmanager
 def limited(seconds: float) -> Iterator[None]:
-    """Raise OutOfTime in the main thread when the time is over, but never during what cleans up after it."""
+    """Raise OutOfTime in the main thread when the time is over."""
 
     def over(number: int, frame: FrameType | None) -> None:
-        raise OutOfTime
+        interrupt(OutOfTime)
 
     before = signal.signal(signal.SIGALRM, over)
     _deadline[0] = time.monotonic() + seconds

@@ -62,8 +62,11 @@ class Bare:
         self._buffer = b""
         self._process: subprocess.Popen[bytes] | None = None
         self._pinned: Container | None = None
-        self.cgroups = _make_cgroups(self.uid)
+        # Named before any is made: whatever comes between is undone.
+        self.cgroups = _cgroups(self.uid)
         try:
+            for cgroup in self.cgroups:
+                cgroup.mkdir(parents=True)
             for name in ("upper", "work", "merged", CONTROL_VOLUME):
                 (self.base / name).mkdir()
             self.control.chmod(0o777)
@@ -197,14 +200,9 @@ def _hierarchies() -> Iterator[Path]:
             yield Path(left.split(" ")[4])
 
 
-def _make_cgroups(uid: str) -> list[Path]:
+def _cgroups(uid: str) -> list[Path]:
     """`/vllmsnapshot-test/pod<uid>/engine` in every hierarchy."""
-    made = []
-    for hierarchy in dict.fromkeys(_hierarchies()):
-        directory = hierarchy / "vllmsnapshot-test" / f"pod{uid}" / "engine"
-        directory.mkdir(parents=True)
-        made.append(directory)
-    return made
+    return [hierarchy / "vllmsnapshot-test" / f"pod{uid}" / "engine" for hierarchy in dict.fromkeys(_hierarchies())]
 
 
 def _remove_cgroups(cgroups: Sequence[Path]) -> None:

@@ -22,7 +22,7 @@ import pytest
 from tests.fakes import build_libcuda, make_gpus
 from tests.gpu import place as places
 from tests.gpu import workloads
-from tests.gpu.proof import OutOfTime, limited
+from tests.gpu.proof import OutOfTime, held, limited
 from tests.node.bare import prefix
 from vllmsnapshot.agent import cuda
 
@@ -224,6 +224,23 @@ def test_an_interruption_leaves_nothing(directory: Path, moment: str, number: si
     assert code == 130
     assert report["result"] == "interrupted"
     assert report["proofs"][0]["result"] == "interrupted"
+
+
+def test_what_must_not_stay_half_made_is_interrupted_afterwards() -> None:
+    done = []
+
+    def interrupted() -> None:
+        with limited(60), held():
+            signal.raise_signal(signal.SIGALRM)
+            with held():
+                done.append("inner")
+            done.append("outer")
+
+    with pytest.raises(OutOfTime):
+        interrupted()
+    assert done == ["inner", "outer"]
+    with held():
+        pass
 
 
 def test_a_time_limit_ends_what_waits() -> None:
