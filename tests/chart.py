@@ -39,6 +39,7 @@ MATRIX: dict[str, Object] = {
     "no-rbac": {"rbac": {"create": False}},
     "no-aggregation": {"rbac": {"aggregate": False}},
     "no-admission-policy": {"agent": {"admissionPolicy": {"enabled": False}}},
+    "no-pod-admission-policy": {"podAdmissionPolicy": {"enabled": False}},
     "own-accounts": {
         "operator": {"serviceAccount": {"create": False, "name": "mine-operator"}},
         "agent": {"serviceAccount": {"create": True, "name": "mine-agent", "annotations": {"example.com/role": "agent"}}},

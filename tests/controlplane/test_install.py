@@ -199,11 +199,7 @@ def agent(installed: Api) -> Api:
 
 def refused(api: Api) -> bool:
     """Whether a write to another node's content is refused."""
-    try:
-        write_content(api, "there", dry_run=True)
-    except ApiError as error:
-        return error.status == 403
-    return False
+    return forbidden(lambda: write_content(api, "there", dry_run=True))
 
 
 def write_pod(api: Api, node: str) -> Object:
@@ -282,6 +278,101 @@ async def test_the_self_test_tells_what_is_missing(installed: Api) -> None:
         async with await Kube.connect(str(installed.cluster.kubeconfig)) as kube:
             found = await examine(kube, NAMESPACE)
     assert {name for name, trouble in found.items() if trouble} == {"operator"}
+
+
+# --- nobody else says what a pod is ----------------------------------------------------------------------------------
+
+LABELS = {c.LABEL_ROLE: c.ROLE_REPLICA, c.LABEL_IDENTITY: "i"}
+ANNOTATIONS = {c.ANNOTATION_PORT: "8000"}
+
+
+@pytest.fixture(scope="module")
+def replica(agent: Api, installed: Api) -> str:
+    """A pod as the operator makes it, and the policy in force."""
+    token = installed.cluster.kubectl("create", "token", "vllmsnapshot-operator", "-n", NAMESPACE).strip()
+    body = pod("ours", "here")
+    body["metadata"] |= {"labels": {**LABELS, "app": "mine"}, "annotations": ANNOTATIONS}
+    Api(installed.cluster, token).create(body)
+    forged = pod("forged", "here")
+    forged["metadata"]["labels"] = LABELS
+    deadline = time.monotonic() + 30
+    while not forbidden(lambda: installed.create(forged, dry_run=True)):
+        assert time.monotonic() < deadline, "the policy does not come into force"
+    return "ours"
+
+
+def forbidden(write: Callable[[], object]) -> bool:
+    """Whether a write is refused."""
+    try:
+        write()
+    except ApiError as error:
+        return error.status == 403
+    return False
+
+
+def merge(api: Api, name: str, meta: Object, subresource: str = "") -> Object:
+    """As kubectl label and annotate do it."""
+    path, kind = PODS.path("default", name, subresource or None), "application/merge-patch+json"
+    return api.call(lambda kube: kube.request("PATCH", path, body={"metadata": meta}, content_type=kind))
+
+
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"labels": {c.LABEL_ROLE: c.ROLE_REPLICA}},
+        {"labels": {c.LABEL_IDENTITY: "i", "app": "x"}},
+        {"annotations": {c.ANNOTATION_REPORT: "{}"}},
+        {"annotations": {c.ANNOTATION_SETTINGS: "{}"}},
+    ],
+)
+def test_nobody_else_makes_a_pod_that_looks_like_a_replica(replica: str, installed: Api, meta: Object) -> None:
+    forged = pod("forged", "here")
+    forged["metadata"] |= meta
+    with pytest.raises(ApiError, match="belong to the operator"):
+        installed.create(forged)
+
+
+@pytest.mark.parametrize("subresource", ["", "status"])
+@pytest.mark.parametrize(
+    "meta",
+    [
+        {"labels": {c.LABEL_IDENTITY: "another"}},
+        {"labels": {c.LABEL_ROLE: None}},
+        {"labels": {c.LABEL_SNAPSHOT: "added"}},
+        {"annotations": {c.ANNOTATION_PORT: "1"}},
+        {"annotations": {c.ANNOTATION_PORT: None}},
+    ],
+)
+def test_nobody_else_changes_what_a_replica_is(replica: str, installed: Api, meta: Object, subresource: str) -> None:
+    with pytest.raises(ApiError, match="belong to the operator"):
+        merge(installed, replica, meta, subresource)
+
+
+def test_a_binding_brings_nothing_along(replica: str, installed: Api) -> None:
+    waiting = pod("waiting", "here")
+    del waiting["spec"]["nodeName"]
+    installed.create(waiting)
+    path = PODS.path("default", "waiting", "binding")
+
+    def bind(meta: Object) -> Object:
+        target = {"apiVersion": "v1", "kind": "Node", "name": "here"}
+        meta = {"name": "waiting", "namespace": "default", **meta}
+        body = {"apiVersion": "v1", "kind": "Binding", "metadata": meta, "target": target}
+        return installed.call(lambda kube: kube.request("POST", path, body=body))
+
+    with pytest.raises(ApiError, match="belong to the operator"):
+        bind({"annotations": {c.ANNOTATION_SETTINGS: "{}"}})
+    bind({})
+
+
+def test_everything_else_of_a_pod_is_anybodys(replica: str, installed: Api, agent: Api) -> None:
+    assert merge(installed, replica, {"labels": {"app": "other", "more": "x"}})["metadata"]["labels"]["app"] == "other"
+    merge(installed, replica, {"labels": {"app": None}, "annotations": {"example.com/x": "y"}})
+    merge(installed, "replica-there", {"labels": {"vllmsnapshot": "x"}})
+    # And the agent still reports.
+    meta = {"namespace": "default", "name": replica, "annotations": {c.ANNOTATION_REPORT: "{}"}}
+    agent.call(lambda kube: kube.apply(PODS, {"metadata": meta}, c.MANAGER_AGENT))
+    installed.call(lambda kube: kube.delete(PODS, replica, "default", grace_period_s=0))
 
 
 # --- upgrade, uninstall ----------------------------------------------------------------------------------------------

@@ -98,7 +98,7 @@ def test_references_resolve(case: tuple[Object, list[Object]]) -> None:
         assert binding["roleRef"]["name"] in roles
         assert [s["name"] in used and s["namespace"] == NAMESPACE for s in binding["subjects"]] == [True]
     for binding in of_kind(objects, "ValidatingAdmissionPolicyBinding"):
-        assert binding["spec"]["policyName"] == only(objects, "ValidatingAdmissionPolicy")["metadata"]["name"]
+        assert binding["spec"]["policyName"] in {o["metadata"]["name"] for o in of_kind(objects, "ValidatingAdmissionPolicy")}
 
 
 def test_pods_are_complete(case: tuple[Object, list[Object]]) -> None:
@@ -144,11 +144,15 @@ def test_switches(case: tuple[Object, list[Object]]) -> None:
     aggregated = [r for r in of_kind(objects, "ClusterRole") if any("aggregate-to" in k for k in r["metadata"]["labels"])]
     assert bool(of_kind(objects, "ClusterRoleBinding")) is rbac.get("create", True)
     assert len(aggregated) == (4 if rbac.get("create", True) and rbac.get("aggregate", True) else 0)
-    policies = of_kind(objects, "ValidatingAdmissionPolicy")
-    assert bool(policies) is values.get("agent", {}).get("admissionPolicy", {}).get("enabled", True)
-    account = workloads(objects)["agent"]["spec"]["template"]["spec"]["serviceAccountName"]
-    for policy in policies:
-        assert f"'system:serviceaccount:{NAMESPACE}:{account}'" in policy["spec"]["matchConditions"][0]["expression"]
+    policies = {o["metadata"]["name"].rpartition("-")[2]: o for o in of_kind(objects, "ValidatingAdmissionPolicy")}
+    assert ("agent" in policies) is values.get("agent", {}).get("admissionPolicy", {}).get("enabled", True)
+    assert ("pods" in policies) is values.get("podAdmissionPolicy", {}).get("enabled", True)
+    accounts = {k: w["spec"]["template"]["spec"]["serviceAccountName"] for k, w in workloads(objects).items()}
+    for name, named in (("agent", ("agent",)), ("pods", ("operator", "agent"))):
+        if name in policies:
+            expression = policies[name]["spec"]["matchConditions"][0]["expression"]
+            for component in named:
+                assert f"'system:serviceaccount:{NAMESPACE}:{accounts[component]}'" in expression
 
 
 def test_release_name_is_the_prefix() -> None:
