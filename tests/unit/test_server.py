@@ -419,6 +419,7 @@ class Process:
             "VLLMSNAPSHOT_INCARNATION": "here",
             "TMPDIR": str(self.directory),
             "VLLMSNAPSHOT_ENGINE": "small:create",
+            "SMALL_SHM": str(self.directory),
             "VLLMSNAPSHOT_CONTROL_DIR": str(self.directory),
         }
         with (self.directory / "log").open("wb") as log:
