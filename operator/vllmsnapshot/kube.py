@@ -11,10 +11,11 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import sys
 import time
 from collections.abc import AsyncIterator, Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, Self
+from typing import Any, Final, Self
 from urllib.parse import quote, urlencode
 
 import aiohttp
@@ -138,10 +139,17 @@ class Call:
         return cls(verb, group, "/".join(parts[:1] + parts[2:]), status, seconds)
 
 
+JSON_DEPTH: Final = 10_000
+"""How deep objects may be nested: what the API server's own decoder takes (Go's encoding/json). A schema that preserves unknown
+fields (podTemplate.spec) does not limit it, and Python's decoder gives up at the recursion limit, 1000 by default: one such object
+would take the list of all from us, and from kopf. A level takes less than 500 bytes of a stack of 8 MiB."""
+
+
 class Kube:
     """An API client. Use as an async context manager, or call `close`. `observe` is told of every request."""
 
     def __init__(self, client: ApiClient) -> None:
+        sys.setrecursionlimit(max(sys.getrecursionlimit(), JSON_DEPTH + 2_000))
         self._client = client
         self.observe: Callable[[Call], None] = lambda _: None
 

@@ -130,6 +130,22 @@ async def test_events_alone_drive_a_claim_through_its_life(
         assert not [name for name in annotations if "kopf" in name]
 
 
+async def test_an_object_as_deep_as_the_server_takes_stops_nobody(
+    cluster: Cluster, world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whoever may create a VLLMSnapshot may nest its podTemplate thousands of levels deep; a parser that gives up there would
+    take the list, and with it the operator, away from everybody."""
+    deep = '{"x":' * 9_000 + "1" + "}" * 9_000
+    head = '{"apiVersion":"vllmsnapshot.io/v1alpha1","kind":"VLLMSnapshot","metadata":{"name":"deep","namespace":"default"},'
+    body = head + '"spec":{"model":"m","image":"i","podTemplate":{"spec":' + deep + "}}}"
+    path = "/apis/vllmsnapshot.io/v1alpha1/namespaces/default/vllmsnapshots"
+    cluster.kubectl("create", "--raw", path, "-f", "-", input=body)
+    async with running(cluster, world.kube, monkeypatch):
+        await apply(world.kube, "other")
+        await until(world.kube, "other", ready("1/1"))
+        await until(world.kube, "deep", lambda item: "InvalidSpec" in json.dumps(item.get("status", {})))
+
+
 async def test_it_waits_for_its_crds_and_only_then_is_ready(
     cluster: Cluster, world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:

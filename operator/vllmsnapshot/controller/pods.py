@@ -551,7 +551,7 @@ def problem(claim: Claim, spec: VLLMSnapshotSpec) -> str | None:
         pod(claim, spec, 0, spec.serving.port, ("node",))
     except OverlayError as e:
         return str(e)
-    except (TypeError, ValueError, AttributeError, KeyError) as e:
+    except (TypeError, ValueError, AttributeError, KeyError, RecursionError) as e:
         # The overlay is not described by the CRD's schema: anything may be in it.
         return f"podTemplate.spec cannot be merged: {type(e).__name__}: {e}"
     return None
