@@ -30,6 +30,9 @@ Object = Mapping[str, Any]
 NOT_COMPARED = frozenset({"bootId", "cpuModel", "cpuFlags", "imageLayers", "gpuUuid", "gpuMemoryUsedBytes", "gpuPids"})
 """Facts of an environment that may differ without voiding an artifact: the agent's list (a test holds the two together)."""
 
+GPU_FACTS = "gpu"
+"""How the names of facts about GPUs begin (agent/cuda.py)."""
+
 
 def timestamp(text: Any) -> float:
     """An API time as seconds since the epoch; 0.0 for anything that is not one."""
@@ -319,14 +322,18 @@ class Observed:
     def stale(self, content: Content) -> str | None:
         """Which fact of the node is not what it was at capture, or None, also where the node has not told its facts.
 
-        A fact that only one side has is a difference, as it is for the agent: a GPU that is gone, a driver that was not there.
+        A fact that only one side has is a difference, as it is for the agent: a GPU that is gone. But facts of GPUs are none of a
+        process that uses none (nothing of them was recorded then), whatever GPUs its node has or gets.
         The agent has the last word and knows more (CPU flags, image layers): an artifact that it keeps refusing is
         quarantined by it. This is to say it before anybody tries.
         """
         then, now = content.status.environment or {}, self.environments.get(content.node) or {}
         if not then or not now:
             return None
-        for name in sorted((then.keys() | now.keys()) - NOT_COMPARED):
+        names = (then.keys() | now.keys()) - NOT_COMPARED
+        if not any(name.startswith(GPU_FACTS) for name in then):
+            names = {name for name in names if not name.startswith(GPU_FACTS)}
+        for name in sorted(names):
             before, after = then.get(name, "none"), now.get(name, "none")
             if before != after:
                 return f"{name} was {before!r} at capture and is {after!r} on node {content.node} now"

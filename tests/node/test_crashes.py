@@ -182,7 +182,7 @@ async def test_agent_killed_during_a_capture(make: Make, node: NodeView, system:
         # A later cold start is captured, as if nothing had happened.
         snap.scale(2)
         await snap.ready(2)
-        await snap.captured()
+        await system.wait_captured(snap.name, after=name)
     assert not list((node.cluster.store_dir / "tmp").iterdir())
 
 

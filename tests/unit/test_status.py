@@ -286,6 +286,23 @@ def test_stale_names_the_fact() -> None:
     assert shown(made, c.SNAPSHOT_READY)[0] == "False"
 
 
+@pytest.mark.parametrize(
+    ("then", "now", "stale"),
+    [
+        ({}, {"gpuDriver": "580.1"}, False),
+        ({"gpuDriver": "580.1"}, {"gpuDriver": "580.1"}, False),
+        ({"gpuDriver": "580.1"}, {"gpuDriver": "590.2"}, True),
+        ({"gpuDriver": "580.1"}, {}, True),
+    ],
+    ids=["of a process without GPU on a node with one", "the same", "another driver", "the GPU is gone"],
+)
+def test_gpus_matter_to_what_was_captured_from_one(then: dict[str, str], now: dict[str, str], stale: bool) -> None:
+    kernel = {"kernelRelease": "6.18"}
+    old = captured(status=VLLMSnapshotContentStatus(environment=kernel | then))
+    made = compute(see(contents=(old,), environments={"node": kernel | now}))
+    assert shown(made, c.STALE)[0] == ("True" if stale else "False")
+
+
 def test_a_reboot_voids_nothing() -> None:
     old = captured(status=VLLMSnapshotContentStatus(environment={"bootId": "1", "kernelRelease": "6.18"}))
     made = compute(see(contents=(old,), environments={"node": {"bootId": "2", "kernelRelease": "6.18"}}))
@@ -294,9 +311,11 @@ def test_a_reboot_voids_nothing() -> None:
 
 
 def test_operator_and_agent_compare_the_same_facts() -> None:
-    from vllmsnapshot.agent import identity
+    from vllmsnapshot.agent import cuda, identity
 
     assert world.NOT_COMPARED == identity.NOT_COMPARED
+    of_gpus = (cuda.DRIVER_VERSION, cuda.CUDA_API, cuda.PRODUCT, cuda.COMPUTE_CAPABILITY, cuda.MEMORY, cuda.MIG)
+    assert all(name.startswith(world.GPU_FACTS) for name in of_gpus)
 
 
 def test_times_move_only_on_flips() -> None:
