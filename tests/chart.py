@@ -95,6 +95,8 @@ MATRIX: dict[str, Object] = {
             "podLabels": {"example.com/pod": "yes"},
             "podAnnotations": {"example.com/note": "true"},
             "extraEnv": [{"name": "HOST_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.hostIP"}}}],
+            "extraVolumes": [{"name": "driver", "hostPath": {"path": "/opt/nvidia", "type": "Directory"}}],
+            "extraVolumeMounts": [{"name": "driver", "mountPath": "/usr/local/nvidia", "readOnly": True}],
             "priorityClassName": "",
             "resources": {"limits": {"memory": "2Gi", "cpu": 2}},
         },

@@ -9,6 +9,7 @@ import asyncio
 import contextlib
 import mmap
 import os
+import re
 import signal
 import time
 from collections.abc import Callable, Iterator
@@ -43,6 +44,23 @@ class NodeView:
     def tree(self, pod_uid: str) -> list[int]:
         """The engine's processes: all but PID 1 of the container."""
         return [pid for pid in self.processes(pod_uid) if _pid_inside(pid) not in (None, 1)]
+
+    def gpus(self, pod_uid: str) -> set[int]:
+        """Minor numbers of the GPUs that the engine's processes have open."""
+        found = set()
+        for pid in self.tree(pod_uid):
+            with contextlib.suppress(OSError):
+                for name in os.listdir(f"/proc/{pid}/fd"):
+                    with contextlib.suppress(OSError):
+                        if match := re.fullmatch(r"/dev/nvidia(\d+)", os.readlink(f"/proc/{pid}/fd/{name}")):
+                            found.add(int(match[1]))
+        return found
+
+    def environment(self, pod_uid: str) -> dict[str, str]:
+        """The environment of PID 1 of the container, as the kubelet made it."""
+        (init,) = [pid for pid in self.processes(pod_uid) if _pid_inside(pid) == 1]
+        items = Path(f"/proc/{init}/environ").read_bytes().decode(errors="replace").split("\0")
+        return dict(item.split("=", 1) for item in items if "=" in item)
 
     def kill(self, pod_uid: str, word: str) -> int:
         """SIGKILL the pod's processes with this word in their command line; returns how many."""

@@ -11,7 +11,7 @@ import json
 import os
 import subprocess
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Protocol, TypeVar
@@ -223,8 +223,8 @@ def example(name: str, **changes: Any) -> Object:
     return manifest
 
 
-def install(backend: Backend, values: Sequence[str] = ()) -> None:
-    """Install or upgrade the chart and wait until operator and agents are ready."""
+def install(backend: Backend, values: Mapping[str, Any] | None = None) -> None:
+    """Install or upgrade the chart, with these values by their path, and wait until operator and agents are ready."""
     backend.helm(
         "upgrade",
         "--install",
@@ -235,16 +235,22 @@ def install(backend: Backend, values: Sequence[str] = ()) -> None:
         "--create-namespace",
         "--values",
         str(ROOT / "tests/e2e/values.yaml"),
-        *(f"--set={v}" for v in values),
+        *(f"--set-json={name}={json.dumps(value)}" for name, value in (values or {}).items()),
         "--wait",
         "--timeout=180s",
     )
 
 
+def local_values(cluster: Cluster) -> dict[str, Any]:
+    """Values of the chart that only this run of the local cluster can tell."""
+    places = {"agent.kubeletDir": str(cluster.kubelet_dir), "agent.storeDir": str(cluster.store_dir)}
+    return {**places, **(cluster.gpus.agent_values() if cluster.gpus.count else {})}
+
+
 def local_cluster(
-    name: str, images: Sequence[str], progress: Progress, *, model: bool = False, fresh: bool = True, values: Sequence[str] = ()
+    name: str, images: Sequence[str], progress: Progress, *, model: bool = False, gpus: int = 0, fresh: bool = True
 ) -> Cluster:
-    """A running local cluster with these images on its node and, if wanted, the model where the examples expect it.
+    """A running local cluster with these images and fake GPUs on its node and, if wanted, the model where the examples expect it.
 
     Not `fresh`: one that is up is taken over as it is, with the present images and chart.
     """
@@ -253,8 +259,8 @@ def local_cluster(
 
     built = builds.build_all(["operator", *images], progress)
     weights = models.smollm2(progress) if model else None
-    cluster = Cluster(name, progress=progress)
-    used = not fresh and cluster.healthy()
+    cluster = Cluster(name, gpus=gpus, progress=progress)
+    used = not fresh and cluster.suits()
     cluster.up(fresh=fresh)
     try:
         for image in built:
@@ -266,7 +272,7 @@ def local_cluster(
         with progress.step("installing the chart with Helm"):
             if used:  # the tag of the image is the same, so Helm would not start its pods again
                 cluster.kubectl("-n", SYSTEM_NAMESPACE, "delete", "pods", "--all", "--grace-period=1")
-            install(cluster, [f"agent.kubeletDir={cluster.kubelet_dir}", f"agent.storeDir={cluster.store_dir}", *values])
+            install(cluster, local_values(cluster))
     except BaseException:
         diagnose(cluster)
         if fresh:
@@ -276,7 +282,7 @@ def local_cluster(
 
 
 @contextlib.contextmanager
-def suite_cluster(name: str, images: Sequence[str], *, model: bool = False) -> Iterator[Cluster]:
+def suite_cluster(name: str, images: Sequence[str], *, model: bool = False, gpus: int = 0) -> Iterator[Cluster]:
     """`local_cluster` for a test suite, taken down whatever happens. With VLLMSNAPSHOT_KEEP set it is kept for the next run.
 
     Two runs of a suite at the same time would take each other's cluster down: the second one waits.
@@ -286,7 +292,7 @@ def suite_cluster(name: str, images: Sequence[str], *, model: bool = False) -> I
     keep = bool(os.environ.get("VLLMSNAPSHOT_KEEP"))
     progress = Progress()
     with cache.lock(f"suite-{name}", on_wait=lambda: progress.note(f"another run uses cluster {name}; waiting for it")):
-        cluster = local_cluster(name, images, progress, model=model, fresh=not keep)
+        cluster = local_cluster(name, images, progress, model=model, gpus=gpus, fresh=not keep)
         try:
             yield cluster
         finally:

@@ -25,6 +25,7 @@ def _parser() -> argparse.ArgumentParser:
 
     up = commands.add_parser("up", parents=[named], help="start the cluster")
     up.add_argument("--mode", choices=("node", "controlplane"), default="node", help="with a node (default) or without")
+    up.add_argument("--gpus", type=int, default=0, metavar="N", help="with N fake GPUs, which pods can ask for")
     up.add_argument("--fresh", action="store_true", help="start anew even if it is up and healthy")
     commands.add_parser("down", parents=[named], help="remove every trace of it (images stay in the cache)")
     commands.add_parser("status", parents=[named], help="tell what is up; exit status 1 if it is not healthy")
@@ -81,7 +82,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _run(options: argparse.Namespace, progress: Progress) -> int:
     command: str = options.command
-    cluster = Cluster(options.name, getattr(options, "mode", "node"), progress=progress)
+    cluster = Cluster(options.name, getattr(options, "mode", "node"), gpus=getattr(options, "gpus", 0), progress=progress)
     if command == "up":
         cluster.up(fresh=options.fresh)
     elif command == "down":

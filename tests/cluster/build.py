@@ -1,4 +1,4 @@
-"""Kubernetes, etcd, containerd, runc, CNI, BuildKit and Helm from pinned Go modules, each group built once."""
+"""Kubernetes, etcd, containerd, runc, CNI, BuildKit and Helm from pinned Go modules, each group built once; and a device plugin."""
 
 from __future__ import annotations
 
@@ -42,10 +42,11 @@ class Group:
         return _MODULES / self.name
 
     def key(self) -> str:
-        """The content key: pins, packages and flags."""
+        """The content key: pins, source that is ours, packages and flags."""
         return cache.digest(
             self.module / "go.mod",
             self.module / "go.sum",
+            *sorted(self.module.glob("*.go")),
             repr(self.targets),
             repr(sorted(host.go_environment().items())),
         )
@@ -101,7 +102,8 @@ BUILDKIT: Final = Group(
     (Target(("github.com/moby/buildkit/cmd/buildkitd", "github.com/moby/buildkit/cmd/buildctl")),),
 )
 HELM: Final = Group("helm", (Target(("helm.sh/helm/v4/cmd/helm",)),))
-GROUPS: Final = (KUBERNETES, NODE, BUILDKIT, HELM)
+DEVICE_PLUGIN: Final = Group("deviceplugin", (Target(("vllmsnapshot.local/cluster/deviceplugin",)),))
+GROUPS: Final = (KUBERNETES, NODE, BUILDKIT, HELM, DEVICE_PLUGIN)
 
 
 def binaries(group: Group, progress: Progress) -> Path:

@@ -22,6 +22,7 @@ from typing import Any, Final
 from tests.cluster import build, cache, cgroups, config, host, namespaces, oci, pki, store
 from tests.cluster.config import Daemon, Mode, Paths
 from tests.cluster.errors import ClusterError
+from tests.cluster.gpus import RESOURCE, Gpus
 from tests.cluster.process import Argument, ProcessRecord, run, tail_of
 from tests.cluster.progress import Progress
 
@@ -34,14 +35,16 @@ class Cluster:
     """A local Kubernetes cluster by name; instances are handles, the state is on disk and in the kernel.
 
     *mode* ``node`` is a whole cluster of one node, ``controlplane`` etcd, apiserver and the controllers that need no
-    node. As a context manager it starts afresh and takes everything down at the end.
+    node. *gpus* is how many fake GPUs the node has (see :mod:`tests.cluster.gpus`). As a context manager it starts afresh and takes
+    everything down at the end.
     """
 
-    def __init__(self, name: str = "dev", mode: Mode = "node", *, progress: Progress | None = None) -> None:
+    def __init__(self, name: str = "dev", mode: Mode = "node", *, gpus: int = 0, progress: Progress | None = None) -> None:
         if not _NAME.fullmatch(name):
             raise ClusterError(f"not a cluster name (lower case letters, digits, single dashes, at most 20): {name!r}")
         self.name = name
         self._mode: Mode = mode
+        self._gpus = gpus
         self._progress = progress or Progress(quiet=True)
         root = cache.cache_root()
         self._run_directory = root / "run" / name
@@ -63,11 +66,13 @@ class Cluster:
     @property
     def mode(self) -> Mode:
         """``node`` or ``controlplane``: of the running cluster if there is one."""
-        try:
-            found = json.loads((self._run_directory / "box.spec.json").read_text())["mode"]
-        except (OSError, ValueError, KeyError):
-            return self._mode
+        found = self._spec().get("mode", self._mode)
         return "controlplane" if found == "controlplane" else "node"
+
+    @property
+    def gpus(self) -> Gpus:
+        """The node's fake GPUs: of the running cluster if there is one."""
+        return Gpus(self._paths.gpus, int(self._spec().get("gpus", self._gpus)))
 
     @property
     def kubeconfig(self) -> Path:
@@ -105,12 +110,12 @@ class Cluster:
     # Life.
 
     def up(self, *, fresh: bool = False) -> None:
-        """Start the cluster; one that is already up and healthy in the same mode stays, unless *fresh*."""
+        """Start the cluster; one that is already up as it should be stays, unless *fresh*."""
         host.require_root()
         # Built before the lock is taken: the first time this takes a quarter of an hour.
-        directories = self._binaries(self._mode)
+        directories = self._binaries(self._mode, self._gpus)
         with self._lock():
-            if not fresh and self.mode == self._mode and self.healthy():
+            if not fresh and self.suits():
                 self._progress.note(f"cluster {self.name!r} is already up")
                 return
             self._remove()
@@ -134,6 +139,10 @@ class Cluster:
             return False
         states = self.daemons()
         return bool(states) and all(state == "running" for state in states.values()) and self._ready("/readyz")
+
+    def suits(self) -> bool:
+        """Whether the cluster is up, healthy, and in the mode and with the GPUs of this handle."""
+        return self.mode == self._mode and self.gpus.count == self._gpus and self.healthy()
 
     def daemons(self) -> dict[str, str]:
         """The daemons by name: ``running`` or ``exited (CODE)``."""
@@ -193,7 +202,7 @@ class Cluster:
 
     def environment(self) -> dict[str, str]:
         """What :meth:`exec` adds to the environment: the cluster's tools and its kubeconfig."""
-        directories = self._binaries(self.mode)
+        directories = self._binaries(self.mode, 0)
         path = os.pathsep.join([*(str(directory) for directory in directories.values()), host.search_path()])
         return {"PATH": path, "KUBECONFIG": str(self.kubeconfig), "CONTAINERD_ADDRESS": config.CONTAINERD_SOCKET}
 
@@ -230,6 +239,10 @@ class Cluster:
                 found[fields[0]] = fields[2]
         return found
 
+    def allocatable_gpus(self) -> int:
+        """How many healthy GPUs the node has by the kubelet's word."""
+        return int(self._node_status().get("allocatable", {}).get(RESOURCE, 0))
+
     def start_daemon(self, name: str) -> None:
         """Start a daemon again after :meth:`stop_daemon`."""
         self._command(f"start {name}")
@@ -242,8 +255,8 @@ class Cluster:
 
     # Starting.
 
-    def _binaries(self, mode: Mode) -> dict[str, Path]:
-        groups = (build.KUBERNETES, build.NODE)
+    def _binaries(self, mode: Mode, gpus: int) -> dict[str, Path]:
+        groups = (build.KUBERNETES, build.NODE, *([build.DEVICE_PLUGIN] if gpus else []))
         return {group.name: build.binaries(group, self._progress) for group in groups}
 
     def _start(self, directories: Mapping[str, Path]) -> None:
@@ -297,6 +310,11 @@ class Cluster:
             launch(config.proxy(paths))
             self._wait_for("the node to become Ready", self._node_ready, 90)
             note("node Ready")
+        if self._gpus:
+            self.gpus.create(self._progress)
+            launch(self.gpus.plugin())
+            self._wait_for("the node to have its GPUs", lambda: self.allocatable_gpus() == self._gpus, 60)
+            note(f"{self._gpus} x {RESOURCE} on the node")
         self._wait_for(
             "the default service account", lambda: self._ready("/api/v1/namespaces/default/serviceaccounts/default"), 60
         )
@@ -307,6 +325,7 @@ class Cluster:
         os.mkfifo(run_directory / "control")
         spec = {
             "mode": self._mode,
+            "gpus": self._gpus,
             "hostname": config.NODE_NAME,
             "bridge": config.BRIDGE,
             "address": config.ADDRESS,
@@ -370,12 +389,13 @@ class Cluster:
     def _ready(self, path: str) -> bool:
         return self._get(path) is not None
 
-    def _node_ready(self) -> bool:
+    def _node_status(self) -> dict[str, Any]:
         content = self._get(f"/api/v1/nodes/{config.NODE_NAME}")
-        if content is None:
-            return False
-        conditions = json.loads(content).get("status", {}).get("conditions", [])
-        return any(c["type"] == "Ready" and c["status"] == "True" for c in conditions)
+        found: dict[str, Any] = {} if content is None else json.loads(content).get("status", {})
+        return found
+
+    def _node_ready(self) -> bool:
+        return any(c["type"] == "Ready" and c["status"] == "True" for c in self._node_status().get("conditions", []))
 
     def _ctr(self) -> list[Argument]:
         return [build.find("ctr", self._progress, (build.NODE,)), "-n", "k8s.io"]
@@ -402,6 +422,14 @@ class Cluster:
         return oci.Image(config.PAUSE_IMAGE, layout, oci.only_manifest(layout))
 
     # Removing.
+
+    def _spec(self) -> dict[str, Any]:
+        """What the running cluster was made as; empty if there is none."""
+        try:
+            found: dict[str, Any] = json.loads((self._run_directory / "box.spec.json").read_text())
+        except (OSError, ValueError):
+            return {}
+        return found
 
     def _record(self) -> ProcessRecord | None:
         return ProcessRecord.load(self._run_directory / "box.pid.json")

@@ -79,6 +79,11 @@ class Paths:
         """A directory for the agent's artifacts."""
         return self.run / "store"
 
+    @property
+    def gpus(self) -> Path:
+        """The fake GPUs, if there are any."""
+        return self.run / "gpus"
+
     def kubeconfig(self, name: str) -> Path:
         """The kubeconfig of one identity."""
         return self.run / f"{name}.kubeconfig"
@@ -153,6 +158,8 @@ def kubelet(paths: Paths, cgroup: str) -> dict[str, Any]:
         "volumePluginDir": str(paths.run / "volume-plugins"),
         "staticPodPath": str(paths.run / "manifests"),
         "runtimeRequestTimeout": "10m",
+        # At the default of 10 s a GPU that comes or goes would be seen that late.
+        "nodeStatusUpdateFrequency": "2s",
         "registryPullQPS": 0,
         "eventRecordQPS": 0,
     }

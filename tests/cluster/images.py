@@ -71,7 +71,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     "engine": Recipe(
         "vllmsnapshot.local/engine:dev",
         "tests/images/engine.Dockerfile",
-        ("tests/node/engine",),
+        ("tests/node/engine", "tests/gpu/device.py"),
         base="child-python",
     ),
 }

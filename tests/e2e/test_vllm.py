@@ -24,7 +24,7 @@ from tests.cluster.progress import Progress
 from tests.node.snapshot import names, report, starts
 from tests.nodeview import NodeView
 from tests.observer import Observer
-from tests.system import MODELS, ROOT, SYSTEM_NAMESPACE, System, condition, example, install
+from tests.system import MODELS, ROOT, SYSTEM_NAMESPACE, System, condition, example, install, local_values
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.kube import PODS, SNAPSHOTS, Object
 from vllmsnapshot_child.protocol import READY
@@ -286,7 +286,7 @@ async def test_without_agents_a_new_replica_starts_cold_and_serves(cluster: Clus
             for replica in await system.replicas(MAIN):
                 assert await system.complete(replica, demo.MODEL) == demo.ANSWER
     finally:
-        install(cluster, [f"agent.kubeletDir={cluster.kubelet_dir}", f"agent.storeDir={cluster.store_dir}"])
+        install(cluster, local_values(cluster))
     # The agents take over what they find, and everything can be deleted.
     await remove(system, MAIN)
     assert await system.kube.get(SNAPSHOTS, MAIN, "default") is None

@@ -2,5 +2,5 @@
 ARG BASE=vllmsnapshot.local/child-python:dev
 
 FROM ${BASE}
-COPY tests/node/engine/ /opt/vllmsnapshot/
+COPY tests/node/engine/ tests/gpu/device.py /opt/vllmsnapshot/
 RUN python3 -m compileall -q --invalidation-mode unchecked-hash /opt/vllmsnapshot

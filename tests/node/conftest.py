@@ -1,5 +1,6 @@
 """One real cluster for the suite: kubelet, containerd, CRIU, operator and agents from the chart; only vLLM is replaced by the
-small engine of tests/node/engine, which is up in a second and whose every answer depends on every byte of its memory."""
+small engine of tests/node/engine, which is up in a second and whose every answer depends on every byte of its memory. The node has
+two fake GPUs (tests/cluster/gpus.py), which replicas without nvidia.com/gpu never see."""
 
 from __future__ import annotations
 
@@ -18,7 +19,7 @@ from tests.system import System, suite_cluster
 @pytest.fixture(scope="package")
 def cluster() -> Iterator[Cluster]:
     """The cluster, taken down whatever happens."""
-    with suite_cluster("node-tests", ["engine"]) as made:
+    with suite_cluster("node-tests", ["engine"], gpus=2) as made:
         yield made
 
 

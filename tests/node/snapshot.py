@@ -24,10 +24,12 @@ MIB = 1 << 20
 
 
 @functools.cache
-def answer(*, mib: int = 2, seed: int = 1, words: Sequence[str] = WORDS) -> str:
+def answer(*, mib: int = 2, seed: int = 1, gpu: bool = False, words: Sequence[str] = WORDS) -> str:
     """What an intact engine completes PROMPT with: computed here, not learned from an engine."""
     size = mib * MIB
     number = zlib.crc32(pattern(seed, size), zlib.crc32(pattern(2, size), zlib.crc32(PROMPT.encode())))
+    if gpu:
+        number = zlib.crc32(pattern(6, size), zlib.crc32(pattern(5, size), number))
     number = zlib.crc32(pattern(4, size), zlib.crc32(pattern(3, size), zlib.crc32(b"%d" % number)))
     return "".join(words[(number >> (3 * i)) % len(words)] for i in range(TOKENS))
 

@@ -205,6 +205,8 @@ def test_the_agent_takes_its_paths_from_the_values() -> None:
     paths = {v["name"]: v["hostPath"]["path"] for v in pod["volumes"] if "hostPath" in v}
     assert paths["kubelet"] == "/data/k0s/kubelet"
     assert paths["store"] == "/mnt/nvme/vllmsnapshot"
+    assert paths["driver"] == "/opt/nvidia"
+    assert {"name": "driver", "mountPath": "/usr/local/nvidia", "readOnly": True} in pod["containers"][0]["volumeMounts"]
     assert pod["runtimeClassName"] == "nvidia"
     assert "tolerations" not in pod
     assert "priorityClassName" not in pod

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.cluster import build, cache, config, oci
+from tests.cluster import build, cache, config, gpus, oci
 from tests.cluster.cluster import Cluster
 from tests.cluster.errors import ClusterError
 from tests.cluster.images import RECIPES, ROOT
@@ -288,6 +288,17 @@ class TestConfiguration:
         config.write_files(config.Paths(tmp_path), "g", tmp_path / "bin")
         assert json.loads((tmp_path / "kubelet.json").read_text())["kind"] == "KubeletConfiguration"
         assert str(tmp_path / "slot") in (tmp_path / "containerd.toml").read_text()
+
+    def test_a_container_gets_the_files_of_its_own_gpu_only(self, tmp_path: Path) -> None:
+        made = gpus.offer(tmp_path, tmp_path / "lib", 2, frozenset({1}))
+        shared = {m["container"]: m["readOnly"] for m in made["mounts"]}
+        assert shared == {"/dev/nvidiactl": False, "/dev/nvidia-uvm": False, gpus.LIBRARIES: True}
+        assert [(d["id"], d["healthy"]) for d in made["devices"]] == [(gpus.Gpus.uuid(0), True), (gpus.Gpus.uuid(1), False)]
+        for number, device in enumerate(made["devices"]):
+            (mount,) = device["mounts"]
+            assert (mount["host"], mount["container"]) == (str(tmp_path / f"gpu{number}"), f"/dev/nvidia{number}")
+        # The agent's side of the fake driver is for the agent alone.
+        assert "FAKE" not in json.dumps(made["env"])
 
     @pytest.mark.parametrize("name", ["", "A", "a_b", "-a", "a--b", "a/b", "..", "x" * 41])
     def test_bad_names(self, name: str) -> None:

@@ -4,14 +4,15 @@ process tree hard to move.
     VLLMSNAPSHOT_ENGINE=small:create  PYTHONPATH=…/tests/node/engine
 
 Two processes, several threads, a unix socket between them, POSIX shared memory, a listening inet socket (which has to be
-parked), memory that is dropped and reloaded, and memory that only the image holds. Every answer is computed from all of
-it: one changed byte anywhere and the canary differs.
+parked), memory that is dropped and reloaded, and memory that only the image holds; with a GPU (tests/gpu/device.py lies beside
+this file then) both kinds there too. Every answer is computed from all of it: one changed byte anywhere and the canary differs.
 
 Arguments (unknown ones, such as --model, are vLLM's and ignored):
 
     --cold-start-s SECONDS    how long `start` takes at least
     --memory-mib MIB          size of each kind of memory, default 2
     --abstract-socket         listen on an abstract unix socket of the same name in every replica
+    --gpu                     weights, and memory that only the image holds, are on a GPU
     --fault PHASE=HOW         PHASE: start canary release rehearsal prebuild park trim renew reload answer serve
                               HOW: raise, exit (code 17), hang; for rehearsal and answer also: wrong (another answer)
 
@@ -25,6 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
+import importlib
 import json
 import mmap
 import os
@@ -71,6 +73,36 @@ class Shared:
             os.close(fd)
 
 
+class Gpu:
+    """Weights, which are given back and loaded again, and memory that is not, on the first GPU."""
+
+    def __init__(self, size: int) -> None:
+        self.size = size
+        self.device = importlib.import_module("device").Device()
+        self.kept = self.device.allocate(size)
+        self.device.write(self.kept, pattern(5, size))
+        self.weights: int | None = None
+        self.load()
+
+    def load(self) -> None:
+        """Put the weights there."""
+        if self.weights is None:
+            self.weights = self.device.allocate(self.size)
+        self.device.write(self.weights, pattern(6, self.size))
+
+    def release(self) -> None:
+        """Give the weights' memory back."""
+        self.device.free(self.weights)
+        self.weights = None
+
+    def checksum(self, total: int) -> int:
+        """Add what is on the GPU to a checksum. From any thread."""
+        self.device.use()
+        for at in (self.kept, self.weights):
+            total = zlib.crc32(self.device.read(at, self.size), total)
+        return total
+
+
 def helper(path: str, shared_name: str, size: int) -> None:
     """The second process: adds the checksums of its own and of the shared memory to what it is asked."""
     kept = pattern(3, size)
@@ -107,6 +139,7 @@ class SmallEngine:
         self.weights = mmap.mmap(-1, self.size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         self.weights[:] = self.checkpoint()
         self.kept = bytearray(pattern(2, self.size))
+        self.gpu = Gpu(self.size) if self.options.gpu else None
         self.shared = Shared(self.size)
         self.shared.map[:] = pattern(4, self.size)
         self.directory = tempfile.mkdtemp(prefix="small-")
@@ -145,6 +178,8 @@ class SmallEngine:
         if not weights:
             return Dropped()
         self.weights.madvise(mmap.MADV_DONTNEED)
+        if self.gpu is not None:
+            self.gpu.release()
         return Dropped(weights=len(self.weights))
 
     async def restore_state(self) -> Reload:
@@ -153,6 +188,8 @@ class SmallEngine:
         began = time.monotonic()
         if self.dropped:
             self.weights[:] = self.checkpoint()
+            if self.gpu is not None:
+                self.gpu.load()
         return Reload(seconds=time.monotonic() - began if self.dropped else 0.0)
 
     async def park(self) -> list[str]:
@@ -233,6 +270,8 @@ class SmallEngine:
         while True:
             request, done = self.jobs.get()
             total = zlib.crc32(self.weights[:], zlib.crc32(self.kept, zlib.crc32(request)))
+            if self.gpu is not None:
+                total = self.gpu.checksum(total)
             reply = b""
             with self.lock, contextlib.suppress(OSError):
                 self.link.sendall(b"%d" % total)
@@ -347,6 +386,7 @@ def create(args: list[str]) -> SmallEngine:
     parser.add_argument("--cold-start-s", type=float, default=0.0)
     parser.add_argument("--memory-mib", type=int, default=2)
     parser.add_argument("--abstract-socket", action="store_true")
+    parser.add_argument("--gpu", action="store_true")
     parser.add_argument("--fault", action="append", default=[])
     try:
         options, _ = parser.parse_known_args(args)
