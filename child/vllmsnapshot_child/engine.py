@@ -72,16 +72,22 @@ class Engine(Protocol):
         """After the barrier: new environment variables and fresh entropy for every process."""
 
     async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
-        """Serve on the bound socket until told to end by a signal, or by `stop`. Calls `serving` once connections are accepted.
+        """Serve on the bound socket until `stop`. Calls `serving` once connections are accepted.
 
-        By then its handlers of SIGTERM and SIGINT are in place; the server may put others there.
+        By then its handlers of SIGTERM and SIGINT, if it has any, are in place; the server puts others there.
         """
 
+    def leave(self) -> None:
+        """From now on every response ends its connection (`drain.py`)."""
+
     async def finish(self, limit_s: float) -> None:
-        """Take no more requests and answer those there are, for at most `limit_s` seconds; then drop all that is on the device."""
+        """Take no more connections and answer what there is, for at most `limit_s` seconds."""
+
+    async def drop(self) -> None:
+        """Drop all that is on the device, after `finish`. What still runs is aborted."""
 
     def stop(self) -> None:
-        """Let `serve` return, after `finish`."""
+        """Let `serve` return."""
 
     async def close(self) -> None:
         """End the engine. Called whatever happened; what does not end is killed after it."""

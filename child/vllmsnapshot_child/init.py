@@ -11,7 +11,7 @@ Environment (all optional):
                                      where they are volumes of their own
     VLLMSNAPSHOT_DECISION_TIMEOUT_S  how long to wait for a decision, default 10
     VLLMSNAPSHOT_SELF_RELEASE_S      how long a server may stand at the barrier without a capture, default 60
-    VLLMSNAPSHOT_TERM_GRACE_S        from SIGTERM to SIGKILL, default 25
+    VLLMSNAPSHOT_TERM_GRACE_S        from SIGTERM to SIGKILL, default 25; the operator gives a little less than the pod has
     VLLMSNAPSHOT_SERVER              module of the server, default vllmsnapshot_child.server
     VLLMSNAPSHOT_MODEL, _REVISION    become --model and --revision before the arguments
     VLLMSNAPSHOT_HOST, _PORT         where to serve when nobody says otherwise, default all addresses and 8000
@@ -326,7 +326,7 @@ class Init:
             elif act.verb == machine.KILL_ALL:
                 self.kill_all()
             elif act.verb == machine.FORWARD:
-                self.forward(act.number, alone=act.alone)
+                self.forward(act.number)
             elif act.verb == machine.RELEASE:
                 self.release()
             elif act.verb == machine.EXIT:
@@ -403,15 +403,18 @@ class Init:
             signal.sigtimedwait({signal.SIGCHLD}, 0.02)
             self.reap()
 
-    def forward(self, number: int, *, alone: bool) -> None:
-        """Pass a signal to the server's whole session; one that ends it also wakes it up, should a dump have stopped it.
+    def forward(self, number: int) -> None:
+        """Pass a signal on.
 
-        `alone`: to the main process alone, which ends the others when their time has come.
+        One that stops goes to the server alone: an engine process that hears it too aborts the requests which the server
+        still means to answer, and may end with its state on a GPU alive. It also wakes the tree up, should a dump have stopped it.
         """
         pids = procs.in_session(self.session)
-        procs.send([self.main] if alone else pids, number)
         if number in machine.STOP_SIGNALS:
+            procs.send([self.main], number)
             procs.send(pids, signal.SIGCONT)
+        else:
+            procs.send(pids, number)
 
     def release(self) -> None:
         """Release the server ourselves."""

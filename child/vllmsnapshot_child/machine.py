@@ -18,7 +18,7 @@ REFUSED_EXIT = 78
 """Exit code for a start that the snapshot's policy forbids (EX_CONFIG)."""
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGQUIT)
-"""Signals that begin the end; the others are passed on and nothing else."""
+"""Signals that begin the end, and end it at once when another one follows; the others are passed on and nothing else."""
 
 MAX_RESTORES = 3
 """After so many failed restores in one container init asks nobody any more."""
@@ -69,7 +69,6 @@ class Act(NamedTuple):
     attended: bool = False
     pid: int = 0
     number: int = 0  # a signal, or an exit code
-    alone: bool = False
 
 
 HELLO = "hello"  # new incarnation: clear control files and scratch, write hello.json with Machine.failed_restores
@@ -77,7 +76,7 @@ CLAIM = "claim"  # write start.json {cold, unattended} unless the agent has: a l
 SERVER = "server"  # start the server; attended: with the barrier
 ADOPT = "adopt"  # the tree whose root is `pid` is the main process from now on
 KILL_ALL = "kill-all"  # SIGKILL everything but PID 1 and wait until it is gone
-FORWARD = "forward"  # pass signal `number` to the server's session; alone: to the main process only
+FORWARD = "forward"  # pass signal `number` on: one that stops to the server alone, others to its whole session
 RELEASE = "release"  # SIGCONT the session, then write release.json unless somebody has
 LOG = "log"
 EXIT = "exit"
@@ -281,10 +280,12 @@ class Machine:
         stop = number in STOP_SIGNALS
         if self.phase in (DECIDING, RESTORING):
             return [*self._clean(), *self._exit(128 + number, "stopped before the start")] if stop else []
+        # An engine that is to be ended by the agent waits with its GPU for that, however often it is told.
+        if stop and self.stopping and not look.attends_end:
+            return [Act(KILL_ALL), *self._exit(128 + number, "told twice to end: killed")]
         if stop and self._stop_by is None:
             self._stop_by = look.now + self.policy.term_grace_s
-        # Told to end, each process of an engine does at once; one that is to be ended by the agent waits with its GPU for that.
-        return [Act(FORWARD, number=number, alone=stop and look.attends_end)]
+        return [Act(FORWARD, number=number)]
 
     # --- small parts ---
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
-from vllmsnapshot_child import memory, oracle, procs, protocol, weights
+from vllmsnapshot_child import drain, memory, oracle, procs, protocol, weights
 from vllmsnapshot_child.engine import Engine, EngineError, load
 from vllmsnapshot_child.protocol import Oracle, ProtocolError, Reason
 from vllmsnapshot_child.settings import seconds
@@ -235,15 +235,14 @@ class Server:
     async def serve(
         self, engine: Engine, host: str | None, port: int, answer: Oracle, since: float | None, *, attend_end: bool = False
     ) -> None:
-        """Bind and serve; serving.json once connections are accepted."""
+        """Bind and serve; serving.json once connections are accepted. Returns after the end (`end`)."""
 
         served = False
 
         def serving() -> None:
             nonlocal served
             served = True
-            if attend_end:
-                self.attend_end(engine)
+            self.await_end(engine, attended=attend_end)
             if since is not None:
                 self.phases["release_to_serving_s"] = round(time.monotonic() - since, 4)
             message = protocol.Serving(
@@ -266,31 +265,41 @@ class Server:
         if not served:
             raise EngineError(Reason.ENGINE_FAILED, "the HTTP server ended before it accepted a connection")
 
-    # --- an end that the agent attends ---
+    # --- the end ---
 
-    def attend_end(self, engine: Engine) -> None:
-        """Take the signals of the end from the engine, which would end its processes, each with its state on the GPU alive."""
+    def await_end(self, engine: Engine, *, attended: bool) -> None:
+        """Take the signals of the end from the engine: vLLM would end its processes first, and with them what they answer."""
         loop = asyncio.get_running_loop()
         tasks: list[asyncio.Task[None]] = []
 
         def begin() -> None:
             if not tasks:
-                tasks.append(loop.create_task(self.end(engine)))
+                tasks.append(loop.create_task(self.end(engine, attended=attended)))
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, begin)
 
-    async def end(self, engine: Engine) -> None:
-        """Answer what was asked, wait to be killed, and after that end as without an agent. All within the grace time."""
+    async def end(self, engine: Engine, *, attended: bool) -> None:
+        """Give notice, answer what was asked, and let the engine stop, all within the grace time.
+
+        `attended`: before that give back what is on the device, and wait to be killed by the agent.
+        """
         began = time.monotonic()
         grace = term_grace()
+        limit = (1 - protocol.ENDING_FRACTION) * grace if attended else max(0.0, grace - END_MARGIN_S)
+        notice = min(seconds(drain.NOTICE, drain.NOTICE_S, log), limit)
         try:
-            limit = (1 - protocol.ENDING_FRACTION) * grace
-            await asyncio.wait_for(engine.finish(limit), limit + 0.5 * (grace - limit))
+            async with asyncio.timeout(limit + 0.5 * (grace - limit)):
+                engine.leave()
+                log(f"told to end: serving on for {notice:g} s, then answering what runs")
+                await asyncio.sleep(notice)
+                await engine.finish(limit - notice)
+                if attended:
+                    await engine.drop()
         except Exception as e:  # whatever is wrong with the engine, it has to end
             log(f"before the end: {type(e).__name__}: {e}")
         left = min(protocol.ENDING_FRACTION * grace, began + grace - time.monotonic() - END_MARGIN_S)
-        if self.announce_end(0, left):
+        if attended and self.announce_end(0, left):
             await asyncio.sleep(left)
             log("nobody has ended us")
         engine.stop()
@@ -361,7 +370,7 @@ def die(code: int) -> NoReturn:
 
 
 def on_signal(number: int, _frame: FrameType | None) -> None:
-    """SIGTERM and SIGINT before the server serves (from then on they are the engine's).
+    """SIGTERM and SIGINT before the server serves (from then on see `Server.end`).
 
     By default Python would end and leave the engine's processes behind.
     """

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import json
 import os
 import socket
@@ -17,7 +16,7 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, NoReturn
 
-from vllmsnapshot_child import environment, memory, oracle
+from vllmsnapshot_child import drain, environment, memory, oracle
 from vllmsnapshot_child.engine import Dropped, EngineError, Reload
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import Oracle, Reason
@@ -143,6 +142,7 @@ class VllmEngine:
         self._stack = AsyncExitStack()
         self._requests = 0
         self._tasks: tuple[str, ...] = ()
+        self._traffic = drain.Traffic()
 
     async def start(self) -> None:
         from vllm.entrypoints.launchers.api_server.entry import build_async_engine_client
@@ -193,6 +193,9 @@ class VllmEngine:
 
         self.app = build_app(self.args, self._tasks, self.client.model_config)
         await init_app_state(self.client, self.app.state, self.args, self._tasks)
+        # Around the stack of middlewares, not into it: vLLM has built it by now.
+        inner = self.app.middleware_stack or self.app.build_middleware_stack()
+        self.app.middleware_stack = drain.TrafficMiddleware(inner, self._traffic)
         model = (self.args.served_model_name or [self.args.model])[0]
         common = {"model": model, "max_tokens": 1, "temperature": 0}
         await self._request("GET", "/health")
@@ -287,18 +290,25 @@ class VllmEngine:
         await self.close()
         await shutdown
 
-    async def finish(self, limit_s: float) -> None:
-        # uvicorn's own: closes the listener, then waits for the connections that have a request.
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(self.app.state.server.shutdown(), limit_s)
-        await self._drop_all()
+    def leave(self) -> None:
+        self._traffic.last = True
 
-    async def _drop_all(self) -> None:
-        # Aborts what is left, as vLLM does at once when it is told to end.
+    async def finish(self, limit_s: float) -> None:
+        # Not uvicorn's own shutdown: that closes connections whose client was never told, at the end of their stream.
+        server = self.app.state.server
+        for listener in server.servers:
+            listener.close()
+        log(f"not listening any more: {self._traffic.running} requests run")
+        if not await drain.answered(self._traffic, lambda: len(server.server_state.connections), limit_s):
+            log(f"{self._traffic.running} requests are cut: they take longer than the grace time")
+
+    async def drop(self) -> None:
         await self.client.sleep(level=2)
 
     def stop(self) -> None:
-        self.app.state.server.should_exit = True
+        server = self.app.state.server
+        # Forced: whoever is connected still has had his time.
+        server.should_exit = server.force_exit = True
 
     async def close(self) -> None:
         await self._stack.aclose()
@@ -363,7 +373,7 @@ class CpuVllmEngine(VllmEngine):
         self._before: list[dict[str, str]] | None = None  # digests, from the first drop to the proof that they come back
         self._proven = False
 
-    async def _drop_all(self) -> None:
+    async def drop(self) -> None:
         """Nothing is on a device."""
 
     async def release_state(self, *, weights: bool) -> Dropped:

@@ -129,8 +129,8 @@ class PidOne(init.Init):
         """SIGKILL everything but us."""
         self.container.kill_all(137)
 
-    def forward(self, number: int, *, alone: bool) -> None:
-        """To the server's session."""
+    def forward(self, number: int) -> None:
+        """To the server."""
         if number in machine.STOP_SIGNALS:
             self.container.kill_all(0)
 

@@ -10,13 +10,14 @@ from typing import Any, Protocol, Self
 
 import aiohttp
 
+from tests.load import Load
 from tests.node.engine.small import WORDS, pattern
 from tests.nodeview import NodeView
 from tests.observer import Observer
 from tests.system import PROMPT, System, condition
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodReport
-from vllmsnapshot.kube import CONTENTS, PODS, SNAPSHOTS, Object
+from vllmsnapshot.kube import CONTENTS, PODS, SERVICES, SNAPSHOTS, Object
 
 IMAGE = "vllmsnapshot.local/engine:dev"
 TOKENS = 8
@@ -177,6 +178,13 @@ class Snapshot:
         """What it completes PROMPT with; None while it does not serve."""
         reply = await self.respond(pod)
         return None if reply is None else str(reply["choices"][0]["text"])
+
+    async def load(self) -> Load:
+        """Clients of its Service, by the cluster address."""
+        service = await self.system.kube.get(SERVICES, self.name, self.namespace)
+        assert service is not None
+        address, port = service["spec"]["clusterIP"], service["spec"]["ports"][0]["port"]
+        return Load(address, port, {"model": "small", "prompt": PROMPT, "max_tokens": TOKENS})
 
     async def crash(self, pod: Object) -> None:
         """Let the engine end itself with an error."""

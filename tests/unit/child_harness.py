@@ -77,6 +77,7 @@ class Container:
             "VLLMSNAPSHOT_SCRATCH_DIRS": str(self.scratch),
             "VLLMSNAPSHOT_PORT": str(self.port),
             "VLLMSNAPSHOT_HOST": "127.0.0.1",
+            "VLLMSNAPSHOT_NOTICE_S": "0",
             **extra,
         }
 

@@ -224,6 +224,7 @@ def test_the_environment_of_a_restored_process_is_this_pods() -> None:
     obj = pod_object("a")
     obj["spec"]["containers"][0]["env"] += [
         {"name": "FIXED", "value": "same in every pod"},
+        {"name": c.ENV_TERM_GRACE, "value": "595"},
         {"name": "POD_IP", "valueFrom": {"fieldRef": {"fieldPath": "status.podIP"}}},
         {"name": "MY_LABEL", "valueFrom": {"fieldRef": {"fieldPath": f"metadata.labels['{c.LABEL_ROLE}']"}}},
         {"name": "SECRET", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
@@ -233,6 +234,7 @@ def test_the_environment_of_a_restored_process_is_this_pods() -> None:
         "POD_IP": "10.0.0.7",
         "MY_LABEL": c.ROLE_REPLICA,
         c.ENV_HOST: "0.0.0.0",
+        c.ENV_TERM_GRACE: "595",
     }
 
 

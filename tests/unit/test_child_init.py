@@ -276,6 +276,21 @@ def test_sigterm_while_deciding(pod: Container) -> None:
     assert pod.exit_code() == 143
 
 
+def test_who_ignores_sigterm_is_killed_by_the_next(pod: Container) -> None:
+    pod.start(VLLMSNAPSHOT_SERVER="foreign_server", IGNORE_SIGTERM="1")
+    cold(pod, attended=True)
+    pod.file(READY)
+
+    def ended() -> bool:
+        if pod.running():
+            pod.signal(signal.SIGTERM)  # two that are pending at once are one
+        return not pod.running()
+
+    until(ended, "the end")
+    assert pod.exit_code() == 128 + signal.SIGTERM
+    assert "told twice to end: killed" in pod.log()
+
+
 def test_who_ignores_sigterm_is_killed_after_the_grace(pod: Container) -> None:
     pod.start(VLLMSNAPSHOT_SERVER="foreign_server", IGNORE_SIGTERM="1", VLLMSNAPSHOT_TERM_GRACE_S="0.2")
     cold(pod, attended=True)

@@ -344,10 +344,24 @@ def test_a_server_that_ignores_the_stop_is_killed_after_the_grace() -> None:
     assert [(a.verb, a.number) for a in acts] == [(KILL_ALL, 0), (EXIT, 137)]
 
 
-def test_a_second_stop_is_passed_on_too_and_does_not_extend_the_grace() -> None:
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_stop_ends_everything_at_once(second: signal.Signals) -> None:
     life = attended()
     life.see(signals=(signal.SIGTERM,))
-    assert life.verbs(20, signals=(signal.SIGINT,)) == [FORWARD]
+    acts = life.see(20, signals=(second,))
+    assert [(a.verb, a.number) for a in acts] == [(KILL_ALL, 0), (EXIT, 128 + second)]
+
+
+def test_another_signal_after_the_stop_is_passed_on() -> None:
+    life = attended()
+    life.see(signals=(signal.SIGTERM,))
+    assert life.verbs(signals=(signal.SIGUSR1,)) == [FORWARD]
+
+
+def test_a_second_stop_does_not_kill_what_only_the_agent_may_end_nor_extend_the_grace() -> None:
+    life = serving_restored()
+    life.see(signals=(signal.SIGTERM,), attends_end=True)
+    assert life.verbs(20, signals=(signal.SIGTERM,), attends_end=True) == [FORWARD]
     assert life.verbs(5) == [KILL_ALL, EXIT]
 
 
@@ -358,7 +372,7 @@ ENDING = protocol.Ending(incarnation="a", exit_code=0, timeout_s=7.5)
 def test_a_server_that_is_ended_by_the_agent_ends_as_it_would_have(exited: int, after: float) -> None:
     life = serving_restored()
     act = only(life.see(signals=(signal.SIGTERM,), attends_end=True))
-    assert (act.verb, act.number, act.alone) == (FORWARD, signal.SIGTERM, True)
+    assert (act.verb, act.number) == (FORWARD, signal.SIGTERM)
     assert life.machine.stopping
     acts = life.see(after, exited=exited, ending=ENDING)
     assert [(a.verb, a.number) for a in acts] == [(KILL_ALL, 0), (EXIT, 0)]
@@ -370,14 +384,6 @@ def test_an_end_that_is_attended_takes_no_longer_than_any_other() -> None:
     assert life.see(24.9, ending=ENDING) == []
     acts = life.see(0.1, ending=ENDING)
     assert [(a.verb, a.number) for a in acts] == [(KILL_ALL, 0), (EXIT, 0)]
-
-
-def test_only_a_signal_that_ends_goes_to_the_server_alone() -> None:
-    life = serving_restored()
-    acts = life.see(signals=(signal.SIGUSR1, signal.SIGTERM), attends_end=True)
-    assert [(a.number, a.alone) for a in acts] == [(signal.SIGUSR1, False), (signal.SIGTERM, True)]
-    life = serving_restored()
-    assert not only(life.see(signals=(signal.SIGTERM,))).alone
 
 
 def test_an_end_that_nobody_asked_for_is_an_end_of_its_own() -> None:

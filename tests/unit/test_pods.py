@@ -13,6 +13,7 @@ from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodSettings, VLLMSnapshotSpec
 from vllmsnapshot.controller import pods
 from vllmsnapshot.world import Claim, Replica
+from vllmsnapshot_child import drain, protocol
 
 CLAIM = Claim(namespace="ns", name="smol", uid="u-1")
 
@@ -140,6 +141,32 @@ def test_a_seccomp_profile_of_ones_own() -> None:
     profile = {"type": "Localhost", "localhostProfile": "vllmsnapshot/no-io-uring.json"}
     pod = build(**overlay(securityContext={"seccompProfile": profile}))
     assert pod["spec"]["securityContext"] == {"seccompProfile": profile}
+
+
+def test_a_replica_has_time_to_finish_what_it_has_begun() -> None:
+    pod = build()
+    grace = pod["spec"]["terminationGracePeriodSeconds"]
+    assert grace >= 60 + drain.NOTICE_S
+    # The child gives the notice itself; a preStop would make a pod that serves nobody wait too.
+    assert "lifecycle" not in engine(pod)
+    assert c.ENV_TERM_GRACE == protocol.TERM_GRACE
+    assert drain.NOTICE_S < int(env(pod)[c.ENV_TERM_GRACE]) < grace, "PID 1 ends before the kubelet kills it"
+
+
+HOOK = {"preStop": {"sleep": {"seconds": 30}}}
+
+
+@pytest.mark.parametrize(
+    ("period", "hook", "told"), [(600, None, 595), (600, HOOK, 565), (30, None, 25), (4, None, 2), (0, None, 0), (20, HOOK, 0)]
+)
+def test_another_grace_period_or_hook_is_told_to_the_child_and_voids_no_artifact(period: int, hook: Any, told: int) -> None:
+    containers = [{"name": "engine", "lifecycle": hook}] if hook else []
+    pod = build(**overlay(terminationGracePeriodSeconds=period, containers=containers))
+    assert pod["spec"]["terminationGracePeriodSeconds"] == period
+    assert engine(pod).get("lifecycle") == hook
+    assert env(pod)[c.ENV_TERM_GRACE] == str(told)
+    assert pod["metadata"]["labels"][c.LABEL_IDENTITY] == build()["metadata"]["labels"][c.LABEL_IDENTITY]
+    assert pod["metadata"]["labels"][c.LABEL_REVISION] != build()["metadata"]["labels"][c.LABEL_REVISION]
 
 
 def test_settings_carry_the_policy() -> None:

@@ -19,6 +19,7 @@ import pytest
 from tests.unit.child_harness import PATH, alive, free_port, until
 from vllmsnapshot_child import engine as engines
 from vllmsnapshot_child import oracle, protocol
+from vllmsnapshot_child.drain import NOTICE
 from vllmsnapshot_child.engine import Dropped, EngineError, Reload
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import EXIT_CODES, Oracle, ProtocolError, Reason
@@ -97,9 +98,15 @@ class Recorder:
             if self.told is not None:
                 await self.told(self)
 
+    def leave(self) -> None:
+        self.note("leave")
+
     async def finish(self, limit_s: float) -> None:
         self.limit_s = limit_s
         self.note("finish")
+
+    async def drop(self) -> None:
+        self.note("drop")
 
     def stop(self) -> None:
         self.note("stop")
@@ -410,7 +417,7 @@ class Process:
         self.port = free_port()
         self.popen: subprocess.Popen[bytes] | None = None
 
-    def start(self, *args: str, options: tuple[str, ...] = ()) -> None:
+    def start(self, *args: str, options: tuple[str, ...] = (), notice_s: float = 0) -> None:
         files = ["--ready-file", str(self.directory / "ready.json"), "--release-file", str(self.directory / "release.json")]
         argv = [sys.executable, "-m", "vllmsnapshot_child.server", *files, *options, "--", *args]
         env = {
@@ -421,6 +428,7 @@ class Process:
             "VLLMSNAPSHOT_ENGINE": "small:create",
             "SMALL_SHM": str(self.directory),
             "VLLMSNAPSHOT_CONTROL_DIR": str(self.directory),
+            "VLLMSNAPSHOT_NOTICE_S": str(notice_s),
         }
         with (self.directory / "log").open("wb") as log:
             self.popen = subprocess.Popen(argv, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True)
@@ -450,22 +458,28 @@ class Process:
         with protocol.open_dir(str(self.directory)) as fd:
             protocol.write(fd, "release.json", {"release": True, "host": "127.0.0.1", "port": self.port, **change})
 
+    def stop(self, number: signal.Signals = signal.SIGTERM) -> None:
+        assert self.popen is not None
+        self.popen.send_signal(number)
+
     def ends(self, code: int) -> None:
         """It ends with this code, and nothing of it is left (what it killed may take a moment longer than itself)."""
         assert self.popen is not None
         assert self.popen.wait(30) == code, (self.directory / "log").read_text()
         until(lambda: not self.session(), "the end of the whole session")
 
+    def close(self) -> None:
+        if self.popen is not None:
+            for pid in self.session():
+                os.kill(pid, signal.SIGKILL)
+            self.popen.kill()
+            self.popen.wait()
+
 
 @pytest.fixture
 def process(tmp_path: Path) -> Iterator[Process]:
-    it = Process(tmp_path)
-    yield it
-    if it.popen is not None:
-        for pid in it.session():
-            os.kill(pid, signal.SIGKILL)
-        it.popen.kill()
-        it.popen.wait()
+    with contextlib.closing(Process(tmp_path)) as it:
+        yield it
 
 
 def test_at_the_barrier_no_inet_socket_is_left_and_sigterm_ends_the_tree(process: Process) -> None:
@@ -477,42 +491,50 @@ def test_at_the_barrier_no_inet_socket_is_left_and_sigterm_ends_the_tree(process
     for pid in tree:
         held = {os.readlink(p) for p in Path(f"/proc/{pid}/fd").iterdir()}
         assert not held & {f"socket:[{inode}]" for inode in sockets}
-    assert process.popen is not None
-    process.popen.send_signal(signal.SIGTERM)
+    process.stop()
     process.ends(128 + signal.SIGTERM)
 
 
-@pytest.mark.parametrize("fault", [None, RuntimeError("the engine is dead")])
-async def test_an_attended_end_whatever_the_engine_says(
-    case: Case, monkeypatch: pytest.MonkeyPatch, fault: Exception | None
-) -> None:
+@pytest.fixture
+def told(case: Case, monkeypatch: pytest.MonkeyPatch) -> Iterator[Case]:
+    """A server that is told to end as soon as it serves, with 1.2 s of grace and 0.1 s of notice."""
     monkeypatch.setenv(protocol.TERM_GRACE, "1.2")
-    case.engine.release = json.dumps({**RELEASE, "port": case.port, "incarnation": "there", "attend_end": True}).encode()
-    if fault is not None:
-        case.engine.fails["finish"] = fault
+    monkeypatch.setenv(NOTICE, "0.1")
 
-    async def told(engine: Recorder) -> None:
+    async def end(engine: Recorder) -> None:
         os.kill(os.getpid(), signal.SIGTERM)
         await engine.stopped.wait()
 
-    case.engine.told = told
-    try:
-        await case.run()
-    finally:
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
-    assert case.engine.calls[-3:] == ["serve", "finish", "stop"]
-    assert case.engine.limit_s == pytest.approx(0.7 * 1.2)
-    ending = case.file(protocol.ENDING)
+    case.engine.told = end
+    yield case
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_DFL if number == signal.SIGTERM else signal.default_int_handler)
+
+
+@pytest.mark.parametrize("fault", [None, RuntimeError("the engine is dead")])
+async def test_an_attended_end_whatever_the_engine_says(told: Case, fault: Exception | None) -> None:
+    told.engine.release = json.dumps({**RELEASE, "port": told.port, "incarnation": "there", "attend_end": True}).encode()
+    if fault is not None:
+        told.engine.fails["finish"] = fault
+    await told.run()
+    end = ["leave", "finish", "drop", "stop"] if fault is None else ["leave", "finish", "stop"]
+    assert told.engine.calls[-len(end) - 1 :] == ["serve", *end]
+    assert told.engine.limit_s == pytest.approx(0.7 * 1.2 - 0.1)
+    ending = told.file(protocol.ENDING)
     assert (ending["incarnation"], ending["exit_code"]) == ("there", 0)
     assert 0 < ending["timeout_s"] <= 0.2, "the margin is left of the grace time"
 
 
-async def test_an_end_that_is_not_attended_is_the_engines_own(case: Case) -> None:
-    await case.run()
-    assert "finish" not in case.engine.calls
-    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
-    assert not (case.directory / protocol.ENDING).exists()
+@pytest.mark.parametrize("fault", [None, RuntimeError("the engine is dead")])
+async def test_an_end_that_is_not_attended_has_the_whole_grace_time_for_requests(told: Case, fault: Exception | None) -> None:
+    if fault is not None:
+        told.engine.fails["leave"] = fault
+    await told.run()
+    end = ["leave", "finish", "stop"] if fault is None else ["leave", "stop"]
+    assert told.engine.calls[-len(end) - 1 :] == ["serve", *end]
+    if fault is None:
+        assert told.engine.limit_s == pytest.approx(1.2 - 1.0 - 0.1)
+    assert not (told.directory / protocol.ENDING).exists()
 
 
 def test_serving_json_comes_once_connections_are_accepted_and_sigterm_is_a_clean_end(process: Process) -> None:
@@ -521,8 +543,7 @@ def test_serving_json_comes_once_connections_are_accepted_and_sigterm_is_a_clean
     process.release()
     process.file("serving.json")
     socket.create_connection(("127.0.0.1", process.port)).close()
-    assert process.popen is not None
-    process.popen.send_signal(signal.SIGTERM)
+    process.stop()
     process.ends(0)
 
 

@@ -138,7 +138,7 @@ def _port(annotation: Any, engine: Mapping[str, Any]) -> int:
 def release_env(obj: Object, engine: Mapping[str, Any]) -> dict[str, str]:
     """The environment that is this pod's own: a restored process still has that of the pod it was captured in.
 
-    Literal values are part of the identity or listed here (port, host); the downward API is resolved as the kubelet does.
+    Literal values are part of the identity or listed here (port, host, grace time); the downward API is resolved as the kubelet does.
     Values from Secrets and ConfigMaps are not known to the agent, which reads neither.
     """
     meta, spec, status = obj["metadata"], obj.get("spec") or {}, obj.get("status") or {}
@@ -159,7 +159,7 @@ def release_env(obj: Object, engine: Mapping[str, Any]) -> dict[str, str]:
         field = ((item.get("valueFrom") or {}).get("fieldRef") or {}).get("fieldPath")
         if field is not None:
             value = known.get(field)
-        elif name not in (c.ENV_PORT, c.ENV_HOST):
+        elif name not in (c.ENV_PORT, c.ENV_HOST, c.ENV_TERM_GRACE):
             continue
         if name and value:
             env[name] = str(value)

@@ -74,6 +74,7 @@ ENV_HOST: Final = "VLLMSNAPSHOT_HOST"
 ENV_MODEL: Final = "VLLMSNAPSHOT_MODEL"
 ENV_REVISION: Final = "VLLMSNAPSHOT_REVISION"
 ENV_WEIGHTS: Final = "VLLMSNAPSHOT_WEIGHTS"
+ENV_TERM_GRACE: Final = "VLLMSNAPSHOT_TERM_GRACE_S"
 ENV_GPU_CHOICE: Final = ("NVIDIA_VISIBLE_DEVICES", "CUDA_VISIBLE_DEVICES")
 """Which GPUs a container gets and a process sees. The device plugin's to set: what a pod says itself would override it."""
 GPU: Final = "nvidia.com/gpu"

@@ -6,6 +6,7 @@ the process image. So a changed port, probe or node selector rolls the pods, and
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import re
@@ -36,6 +37,12 @@ SHM_DIR = "/dev/shm"  # noqa: S108
 ALL_ADDRESSES = "0.0.0.0"  # noqa: S104 - of the pod
 SHM_LIMIT = "2Gi"
 """Limit of /dev/shm. What is written there counts as the container's memory; one rank needs little of it."""
+
+TERMINATION_GRACE_S = 120
+"""How long a replica that is told to end may take to finish what it has begun (`vllmsnapshot_child.drain`): its notice of 5 s
+and the longest answer, which at 30 tokens a second has 3000 tokens. One without requests ends after the notice."""
+TERMINATION_MARGIN_S = 5
+"""Of it, left for PID 1 to end in order and say so, before the kubelet kills it."""
 
 MAX_PREFERRED_NODES = 32
 """Node preferences put into a pod: enough to find an artifact, few enough to keep the object small."""
@@ -104,6 +111,8 @@ def template(spec: VLLMSnapshotSpec) -> Template:
     overlay = _overlay(spec)
     engine = _engine_overlay(overlay)
     raw = spec.dump()
+    # An overlay that gives the container a probe or a hook, and nothing else, is as good as none.
+    shaping = {k: v for k, v in engine.items() if k not in _ENGINE_NOT_SHAPING}
     common = {
         "image": spec.image,
         "model": spec.model,
@@ -117,8 +126,8 @@ def template(spec: VLLMSnapshotSpec) -> Template:
         **common,
         "schema": IDENTITY_SCHEMA,
         "protocol": PROTOCOL_VERSION,
-        "env": [item for item in environment(spec, port=0) if item["name"] != c.ENV_PORT],
-        "engine": {k: v for k, v in engine.items() if k not in _ENGINE_NOT_SHAPING},
+        "env": [item for item in environment(spec, port=0) if item["name"] not in (c.ENV_PORT, c.ENV_TERM_GRACE)],
+        "engine": shaping if shaping.keys() - {"name"} else {},
         "volumes": [volume for volume in overlay.get("volumes") or [] if volume.get("name") in mounted],
         "pod": {k: overlay[k] for k in ("securityContext", "runtimeClassName", "hostUsers") if k in overlay},
     }
@@ -203,6 +212,7 @@ def environment(spec: VLLMSnapshotSpec, port: int) -> list[Object]:
         c.ENV_PORT: str(port),
         c.ENV_HOST: ALL_ADDRESSES,
         c.ENV_WEIGHTS: spec.capture.weights.value,
+        c.ENV_TERM_GRACE: str(_term_grace(_overlay(spec))),
     }
     if spec.revision:
         own[c.ENV_REVISION] = spec.revision
@@ -219,6 +229,16 @@ def environment(spec: VLLMSnapshotSpec, port: int) -> list[Object]:
         merged.pop(item["name"], None)
         merged[item["name"]] = item
     return list(merged.values())
+
+
+def _term_grace(overlay: Object) -> int:
+    """Seconds from SIGTERM on that PID 1 and the server are told they have. What is nonsense, the API server refuses."""
+    period = overlay.get("terminationGracePeriodSeconds")
+    left = period if type(period) is int and period >= 0 else TERMINATION_GRACE_S
+    with contextlib.suppress(KeyError, TypeError, ValueError):
+        # A hook before the SIGTERM has its time out of the same period.
+        left = max(0, left - int(_engine_overlay(overlay)["lifecycle"]["preStop"]["sleep"]["seconds"]))
+    return max(left - TERMINATION_MARGIN_S, left // 2)
 
 
 def pod(
@@ -276,7 +296,7 @@ def _pod_spec(spec: VLLMSnapshotSpec, overlay: Object, port: int, prefer: list[s
     host_network = spec.serving.host_network == Toggle.ENABLED
     result: Object = {
         "restartPolicy": "Always",
-        "terminationGracePeriodSeconds": 30,
+        "terminationGracePeriodSeconds": TERMINATION_GRACE_S,
         # Service variables and the token belong to this pod and would be frozen into an artifact that others wake up with.
         "enableServiceLinks": False,
         "automountServiceAccountToken": False,

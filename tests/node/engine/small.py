@@ -13,6 +13,7 @@ Arguments (unknown ones, such as --model, are vLLM's and ignored):
     --memory-mib MIB          size of each kind of memory, default 2
     --abstract-socket         listen on an abstract unix socket of the same name in every replica
     --gpu                     weights, and memory that only the image holds, are on a GPU
+    --token-s SECONDS         how long each token of an HTTP answer takes, default 0
     --fault PHASE=HOW         PHASE: start canary release rehearsal prebuild park trim renew reload answer serve
                               HOW: raise, exit (code 17), hang; for rehearsal and answer also: wrong (another answer)
 
@@ -44,7 +45,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from vllmsnapshot_child import memory
+from vllmsnapshot_child import drain, memory
 from vllmsnapshot_child.engine import Dropped, EngineError, Reload
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import Oracle, Reason
@@ -126,7 +127,7 @@ class SmallEngine:
         self.released = False
         self.dropped = False
         self.requests = 0
-        self.answering = 0
+        self.traffic = drain.Traffic()
         self.stopped = asyncio.Event()
         self.lock = threading.Lock()
         self.jobs: queue.Queue[tuple[bytes, queue.Queue[int | None]]] = queue.Queue()
@@ -208,27 +209,28 @@ class SmallEngine:
 
     async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
         self.fault("serve")
-        server = ThreadingHTTPServer((host or "", port), handler(self, port), bind_and_activate=False)
+        server = Web((host or "", port), handler(self, port), bind_and_activate=False)
         server.socket.close()
         server.socket = listener
         server.server_activate()
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
         self.http = server
-        for number in (signal.SIGTERM, signal.SIGINT):
-            asyncio.get_running_loop().add_signal_handler(number, self.stop)
         serving()
         await self.stopped.wait()
         server.shutdown()
         await self.close()
 
+    def leave(self) -> None:
+        self.traffic.last = True
+
     async def finish(self, limit_s: float) -> None:
         await asyncio.to_thread(self.http.shutdown)
         self.http.socket.close()
-        with contextlib.suppress(TimeoutError):
-            async with asyncio.timeout(limit_s):
-                while self.answering:  # noqa: ASYNC110  the threads that answer know nothing of this loop
-                    await asyncio.sleep(0.01)
+        print(f"not listening any more: {self.traffic.running} requests run", flush=True)
+        await drain.answered(self.traffic, lambda: self.http.connections, limit_s)
+
+    async def drop(self) -> None:
         await self.release_state(weights=True)
 
     def stop(self) -> None:
@@ -305,11 +307,33 @@ class SmallEngine:
         return False
 
 
+class Web(ThreadingHTTPServer):
+    """Counts its open connections."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.connections = 0
+        self.lock = threading.Lock()
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        with self.lock:
+            self.connections += 1
+        super().process_request(request, client_address)
+
+    def process_request_thread(self, request: Any, client_address: Any) -> None:
+        try:
+            super().process_request_thread(request, client_address)
+        finally:
+            with self.lock:
+                self.connections -= 1
+
+
 def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
     """The HTTP side."""
 
     class Handler(BaseHTTPRequestHandler):
         protocol_version = "HTTP/1.1"
+        timeout = 5  # of a connection without a request, as vLLM's
 
         def do_GET(self) -> None:
             if self.path == "/health":
@@ -318,7 +342,7 @@ def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
                 self.reply_json({"object": "list", "data": [{"id": engine.options.model, "object": "model"}]})
             elif self.path == "/metrics":
                 text = f"# TYPE small_requests_total counter\nsmall_requests_total {engine.requests}\n"
-                text += f"# TYPE small_answering gauge\nsmall_answering {engine.answering}\n"
+                text += f"# TYPE small_answering gauge\nsmall_answering {engine.traffic.running}\n"
                 self.reply(text.encode(), "text/plain; version=0.0.4")
             else:
                 self.reply_json({"error": "not found"}, 404)
@@ -330,18 +354,13 @@ def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
             if self.path != "/v1/completions":
                 self.reply_json({"error": "not found"}, 404)
                 return
-            with engine.lock:
-                engine.answering += 1
-            try:
+            with engine.traffic.request():
                 self.complete(body)
-            finally:
-                with engine.lock:
-                    engine.answering -= 1
 
         def complete(self, body: bytes) -> None:
             try:
                 request = json.loads(body)
-                prompt, tokens = str(request["prompt"]), int(request.get("max_tokens", 16))
+                prompt, tokens, stream = str(request["prompt"]), int(request.get("max_tokens", 16)), bool(request.get("stream"))
             except (ValueError, KeyError, TypeError) as e:
                 self.reply_json({"error": str(e)}, 400)
                 return
@@ -352,6 +371,10 @@ def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
             except (RuntimeError, queue.Empty) as e:
                 self.reply_json({"error": str(e)}, 503)
                 return
+            if stream:
+                self.reply_stream([WORDS[number] for number in oracle.token_ids])
+                return
+            time.sleep(engine.options.token_s * tokens)
             first = WORDS[oracle.token_ids[0]]
             choice = {
                 "index": 0,
@@ -367,11 +390,28 @@ def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
             self.reply(json.dumps(value).encode(), "application/json", status)
 
         def reply(self, body: bytes, kind: str, status: int = 200) -> None:
+            self.begin(kind, "content-length", str(len(body)), status)
+            self.wfile.write(body)
+
+        def reply_stream(self, words: list[str]) -> None:
+            self.begin("text/event-stream", "transfer-encoding", "chunked")
+            for word in words:
+                time.sleep(engine.options.token_s)
+                self.chunk(json.dumps({"choices": [{"index": 0, "text": word}]}))
+            self.chunk("[DONE]")
+            self.wfile.write(b"0\r\n\r\n")
+
+        def chunk(self, event: str) -> None:
+            data = f"data: {event}\n\n".encode()
+            self.wfile.write(b"%x\r\n%b\r\n" % (len(data), data))
+
+        def begin(self, kind: str, framing: str, value: str, status: int = 200) -> None:
             self.send_response(status)
             self.send_header("content-type", kind)
-            self.send_header("content-length", str(len(body)))
+            self.send_header(framing, value)
+            if engine.traffic.last:
+                self.send_header("connection", "close")
             self.end_headers()
-            self.wfile.write(body)
 
         def log_message(self, *_args: Any) -> None:
             pass
@@ -387,6 +427,7 @@ def create(args: list[str]) -> SmallEngine:
     parser.add_argument("--memory-mib", type=int, default=2)
     parser.add_argument("--abstract-socket", action="store_true")
     parser.add_argument("--gpu", action="store_true")
+    parser.add_argument("--token-s", type=float, default=0.0)
     parser.add_argument("--fault", action="append", default=[])
     try:
         options, _ = parser.parse_known_args(args)
