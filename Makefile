@@ -35,6 +35,10 @@ prepare: venv ## Build everything that is cached: binaries, images, model
 demo: venv ## Run the main job on a local cluster: apply, capture, scale to 3, crash, recover (KEEP=1 leaves the cluster up)
 	@$(PY) -m tests.demo --cluster $(CLUSTER) --name $(NAME) $(if $(KEEP),--keep)
 
+.PHONY: demo-autoscale
+demo-autoscale: venv ## Load, HPA with real Prometheus and adapter, restored replicas, scale-down: no request is cut (KEEP=1)
+	@$(PY) -m tests.autoscale --name $(NAME) $(if $(KEEP),--keep)
+
 .PHONY: up down status kubectl
 up: venv ## Start the local cluster
 	@$(PY) -m tests.cluster up --name $(NAME)

@@ -8,6 +8,7 @@ import contextlib
 import json
 import sys
 import time
+from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
@@ -186,6 +187,38 @@ def _cluster(kind: str, name: str, progress: Progress) -> Cluster | Kind:
     return local_cluster(name, ["child"], progress, model=True)
 
 
+def perform(
+    cluster: Cluster | Kind,
+    play: Callable[[], Coroutine[Any, Any, dict[str, Any]]],
+    show: Callable[[dict[str, Any]], None],
+    verdict: Callable[[dict[str, Any]], list[str]],
+    output: Path,
+    *,
+    keep: bool,
+) -> int:
+    """Play a demo on a cluster, take that down unless it is to be kept, write the figures; the exit status."""
+    try:
+        with cluster.enter_network():
+            try:
+                result = asyncio.run(play())
+            except BaseException:
+                diagnose(cluster)
+                raise
+    finally:
+        if keep:
+            console.print('the cluster stays up: make kubectl ARGS="get vsnap -o wide", make down', markup=False)
+        else:
+            cluster.down()
+    show(result)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(json.dumps(result, indent=2) + "\n")
+    console.print(f"figures: {output.relative_to(ROOT)}")
+    faults = verdict(result)
+    for fault in faults:
+        console.print(f"[red]not shown:[/red] {fault}")
+    return 1 if faults else 0
+
+
 def main() -> int:
     """Run the demo; exit status 1 if it did not show what it should."""
     parser = argparse.ArgumentParser(prog="python -m tests.demo", description=__doc__)
@@ -196,26 +229,7 @@ def main() -> int:
     options = parser.parse_args()
     progress = Progress()
     cluster = _cluster(options.cluster, options.name, progress)
-    try:
-        with cluster.enter_network():
-            try:
-                result = asyncio.run(run(cluster))
-            except BaseException:
-                diagnose(cluster)
-                raise
-    finally:
-        if options.keep:
-            console.print('the cluster stays up: make kubectl ARGS="get vsnap -o wide", make down', markup=False)
-        else:
-            cluster.down()
-    show(result)
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(result, indent=2) + "\n")
-    console.print(f"figures: {options.output.relative_to(ROOT)}")
-    faults = verdict(result)
-    for fault in faults:
-        console.print(f"[red]not shown:[/red] {fault}")
-    return 1 if faults else 0
+    return perform(cluster, lambda: run(cluster), show, verdict, options.output, keep=options.keep)
 
 
 if __name__ == "__main__":

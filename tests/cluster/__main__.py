@@ -128,11 +128,12 @@ def _prepare(binaries_only: bool, progress: Progress) -> None:
     for group in build.GROUPS:
         build.binaries(group, progress)
     if not binaries_only:
-        from tests.cluster import criu, images, model
+        from tests.cluster import criu, images, model, monitoring
 
         images.build_all(images.NAMES, progress)
         criu.build(progress)
         model.smollm2(progress)
+        monitoring.prepare(progress)
     progress.note(f"everything is in {cache.cache_root()}")
 
 

@@ -1,4 +1,4 @@
-"""Kubernetes, etcd, containerd, runc, CNI, BuildKit and Helm from pinned Go modules, each group built once; and a device plugin."""
+"""The programs of the local cluster from pinned Go modules, each group built once; and a device plugin of our own."""
 
 from __future__ import annotations
 
@@ -103,7 +103,8 @@ BUILDKIT: Final = Group(
 )
 HELM: Final = Group("helm", (Target(("helm.sh/helm/v4/cmd/helm",)),))
 DEVICE_PLUGIN: Final = Group("deviceplugin", (Target(("vllmsnapshot.local/cluster/deviceplugin",)),))
-GROUPS: Final = (KUBERNETES, NODE, BUILDKIT, HELM, DEVICE_PLUGIN)
+ADAPTER: Final = Group("adapter", (Target(("sigs.k8s.io/prometheus-adapter/cmd/adapter",)),))
+GROUPS: Final = (KUBERNETES, NODE, BUILDKIT, HELM, DEVICE_PLUGIN, ADAPTER)
 
 
 def binaries(group: Group, progress: Progress) -> Path:
@@ -144,16 +145,27 @@ def module_directory(group: Group, module: str, progress: Progress) -> Path:
 
 
 PROMETHEUS_OPERATOR: Final = "github.com/prometheus-operator/prometheus-operator"
+KEDA: Final = "github.com/kedacore/keda/v2"
+
+
+def source(name: str, module: str, progress: Progress) -> Path:
+    """The source of a Go module of which only files are wanted and nothing is built; pinned in ``gomod/NAME``."""
+    directory = _MODULES / name
+    command = [host.go(directory, progress), "mod", "download", "-json", module]
+    found = json.loads(run(command, cwd=directory, env=host.go_environment(), timeout=600).stdout)
+    return Path(found["Dir"])
 
 
 def monitoring_crds(progress: Progress) -> tuple[Path, ...]:
-    """The Prometheus operator's CRDs for what the chart makes, out of its Go module (4 MB, of which nothing is built)."""
-    module = _MODULES / "prometheus-operator"
-    command = [host.go(module, progress), "mod", "download", "-json", PROMETHEUS_OPERATOR]
-    found = json.loads(run(command, cwd=module, env=host.go_environment(), timeout=600).stdout)
-    directory = Path(found["Dir"]) / "example" / "prometheus-operator-crd"
+    """The Prometheus operator's CRDs for what the chart makes, out of its Go module (4 MB)."""
+    directory = source("prometheus-operator", PROMETHEUS_OPERATOR, progress) / "example" / "prometheus-operator-crd"
     kinds = ("servicemonitors", "podmonitors", "prometheusrules")
     return tuple(directory / f"monitoring.coreos.com_{kind}.yaml" for kind in kinds)
+
+
+def keda(progress: Progress) -> Path:
+    """KEDA's source (2.5 MB): schema and scalers, against which the example is checked."""
+    return source("keda", KEDA, progress)
 
 
 def find(name: str, progress: Progress, groups: tuple[Group, ...] = GROUPS) -> Path:

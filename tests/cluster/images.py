@@ -68,6 +68,7 @@ RECIPES: Final[Mapping[str, Recipe]] = {
         "Dockerfile.child",
         ("child/vllmsnapshot_child",),
     ),
+    "prometheus": Recipe("vllmsnapshot.local/prometheus:1", "tests/images/prometheus.Dockerfile", ()),
     "engine": Recipe(
         "vllmsnapshot.local/engine:dev",
         "tests/images/engine.Dockerfile",
