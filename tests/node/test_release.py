@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Iterator
 
 import pytest
@@ -47,12 +48,14 @@ async def test_replicas_serve_through_the_life_of_the_release(make: Make, system
     snap.scale(2)
     pods = await snap.ready(2)
     first = await parts(system)
+    # Helm runs in threads: it takes seconds, in which the clients must go on.
+    options = (RELEASE, "--namespace", SYSTEM_NAMESPACE, "--wait", "--timeout=180s")
     async with await snap.load() as load:
         load.start(*KINDS)
         await load.more()
 
         changed = {"image.tag": NEXT, "operator.logLevel": "INFO", "agent.logLevel": "INFO"}
-        install(released, {**local_values(released), **changed})
+        await asyncio.to_thread(install, released, {**local_values(released), **changed})
         upgraded = await parts(system)
         assert not first.keys() & upgraded.keys(), "operator and agent were replaced"
         assert set(upgraded.values()) == {f"{REPOSITORY}:{NEXT}"}
@@ -64,13 +67,13 @@ async def test_replicas_serve_through_the_life_of_the_release(make: Make, system
         snap.scale(2)
         pods = await snap.ready(2)
 
-        released.helm("rollback", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--wait", "--timeout=180s")
+        await asyncio.to_thread(released.helm, "rollback", *options)
         back = await parts(system)
         assert not upgraded.keys() & back.keys()
         assert set(back.values()) == {f"{REPOSITORY}:dev"}
         await unharmed(snap, pods, load)
 
-        released.helm("uninstall", RELEASE, "--namespace", SYSTEM_NAMESPACE, "--wait", "--timeout=180s")
+        await asyncio.to_thread(released.helm, "uninstall", *options)
 
         async def removed() -> bool:
             return not await parts(system)
@@ -79,7 +82,7 @@ async def test_replicas_serve_through_the_life_of_the_release(make: Make, system
         await unharmed(snap, pods, load)
         assert await snap.contents(), "the artifacts' records are kept with the CRDs"
 
-        install(released, local_values(released))
+        await asyncio.to_thread(install, released, local_values(released))
         await unharmed(snap, pods, load)
         snap.scale(3)
         again = await snap.ready(3)
