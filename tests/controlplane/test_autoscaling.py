@@ -144,6 +144,23 @@ async def lab(cluster: Cluster, metrics: Metrics) -> AsyncIterator[Lab]:
             await delete_all(kube, resource)
 
 
+async def in_phase(lab: Lab, phase: str, *names: str) -> None:
+    """What the kubelet says of pods. For an autoscaler Pending ones are not ready; Running ones are, whatever their conditions."""
+    for name in names:
+        body = {"metadata": {"name": name, "namespace": "default"}, "status": {"phase": phase}}
+        await lab.kube.apply(PODS, body, "kubelet-phase", subresource="status")
+
+
+async def one_replica(lab: Lab) -> str:
+    """A claim with one replica that runs; the pod's name."""
+    await lab.apply()
+    await lab.scale(1)
+    await lab.settle()
+    (pod,) = await lab.pods()
+    await in_phase(lab, "Running", pod["metadata"]["name"])
+    return str(pod["metadata"]["name"])
+
+
 async def autoscaled(lab: Lab) -> None:
     """Put the example on the claim."""
     hpa: Object = yaml.safe_load((EXAMPLES / "hpa.yaml").read_text())
@@ -185,11 +202,8 @@ async def settled(lab: Lab, metrics: Metrics) -> int:
 
 
 async def test_it_asks_for_the_replicas_and_for_nothing_else(lab: Lab, metrics: Metrics) -> None:
-    await lab.apply()
-    await lab.scale(1)
-    await lab.settle()
-    (pod,) = await lab.pods()
-    metrics.values = {pod["metadata"]["name"]: 10}
+    name = await one_replica(lab)
+    metrics.values = {name: 10}
     await autoscaled(lab)
     await wanted(lab, 4)
     assert metrics.selectors == {(await lab.status())["selector"]}
@@ -200,39 +214,28 @@ async def test_it_asks_for_the_replicas_and_for_nothing_else(lab: Lab, metrics: 
 @pytest.mark.parametrize("phase", ["Pending", "Running"])
 async def test_replicas_that_start_count_so_that_no_more_are_started(lab: Lab, metrics: Metrics, phase: str) -> None:
     """They have no metric yet. Were they not there for the autoscaler, it would add more in each of its passes."""
-    await lab.apply()
-    await lab.scale(1)
-    await lab.settle()
-    (pod,) = await lab.pods()
-    metrics.values = {pod["metadata"]["name"]: 10}
+    name = await one_replica(lab)
+    metrics.values = {name: 10}
     await autoscaled(lab)
     await wanted(lab, 4)
     await lab.once()
-    starting = [p["metadata"]["name"] for p in await lab.pods() if p["metadata"]["name"] != pod["metadata"]["name"]]
+    starting = [pod["metadata"]["name"] for pod in await lab.pods() if pod["metadata"]["name"] != name]
     assert len(starting) == 3
     lab.world.port_closed |= set(starting)
-    for name in [pod["metadata"]["name"], *starting]:
-        status = {
-            "metadata": {"name": name, "namespace": "default"},
-            "status": {"phase": phase if name in starting else "Running"},
-        }
-        await lab.kube.apply(PODS, status, "kubelet-phase", subresource="status")
+    await in_phase(lab, phase, *starting)
     await lab.settle()
     assert (await lab.status())["replicas"] == 4
     assert await settled(lab, metrics) == 4
     # Even a load that grows meanwhile is divided among all of them.
-    metrics.values = {pod["metadata"]["name"]: 15}
+    metrics.values = {name: 15}
     assert await settled(lab, metrics) == 5
 
 
 async def test_replicas_that_wait_for_the_first_capture_are_not_asked_for_twice(lab: Lab, metrics: Metrics) -> None:
     """The seed gate holds them back: what the autoscaler wants grows with the load, not with its passes."""
     lab.world.capture = "hang"
-    await lab.apply()
-    await lab.scale(1)
-    await lab.settle()
-    (pod,) = await lab.pods()
-    metrics.values = {pod["metadata"]["name"]: 10}
+    name = await one_replica(lab)
+    metrics.values = {name: 10}
     await autoscaled(lab)
     await wanted(lab, 4)
     await lab.settle()
