@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from vllmsnapshot.api import catalog
+
 ROOT = Path(__file__).resolve().parents[2]
 DOCS = ROOT / "docs"
 PAGES = sorted(str(p.relative_to(ROOT)) for p in (*DOCS.rglob("*.md"), ROOT / "README.md"))
@@ -39,6 +41,14 @@ def test_files_that_a_page_links_exist(page: str) -> None:
     here = (ROOT / page).parent
     for target in re.findall(r"\]\(([^)\s#:]+)(?:#[^)\s]*)?\)", (ROOT / page).read_text()):
         assert (here / target).exists(), f"{page}: {target}"
+
+
+def test_the_page_of_operations_says_what_to_do_about_every_reason() -> None:
+    text = (DOCS / "operations.md").read_text()
+    headings = set(re.findall(r"^### (\w+)$", text, re.M))
+    nothing = set(re.findall(r"`(\w+)`", text.split("### Nothing to do")[1].split("\n#")[0]))
+    assert not headings & nothing
+    assert headings | nothing == set(catalog.REASONS)
 
 
 def test_the_page_of_known_failures_has_thirty() -> None:
