@@ -73,6 +73,9 @@ class Metrics:
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Cluster]:
+    # Before the tests enter the cluster's network, from which there is no way to a module proxy.
+    build.keda(Progress())
+    build.monitoring_crds(Progress())
     with Cluster("scaling-tests", mode="controlplane") as cluster:
         cluster.kubectl("apply", "--server-side", "-f", ROOT / "deploy" / "crds")
         cluster.kubectl("wait", "--for=condition=Established", "crd", "--all", "--timeout=30s")
