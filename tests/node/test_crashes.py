@@ -207,8 +207,9 @@ async def test_agent_killed_during_a_restore(
     if report(pod).start == c.START_COLD:
         assert report(pod).reason
     # The artifact is as good as before.
+    before = await snap.pods()
     snap.scale(3)
-    newest = await snap.newcomer(await snap.pods())
+    newest = await snap.newcomer(before)
     await snap.ready(3)
     assert report(await snap.pod(newest["metadata"]["name"])).start == c.START_RESTORE
 
