@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ValidationError
@@ -24,40 +23,13 @@ from .api.types import (
     VLLMSnapshotSpec,
     VLLMSnapshotStatus,
 )
-
-Object = Mapping[str, Any]
+from .objects import Object, condition, is_true, timestamp
 
 NOT_COMPARED = frozenset({"bootId", "cpuModel", "cpuFlags", "imageLayers", "gpuUuid", "gpuMemoryUsedBytes", "gpuPids"})
 """Facts of an environment that may differ without voiding an artifact: the agent's list (a test holds the two together)."""
 
 GPU_FACTS = "gpu"
 """How the names of facts about GPUs begin (agent/cuda.py)."""
-
-
-def timestamp(text: Any) -> float:
-    """An API time as seconds since the epoch; 0.0 for anything that is not one."""
-    try:
-        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return 0.0
-
-
-def rfc3339(seconds: float) -> str:
-    """Seconds since the epoch as an API time (whole seconds, UTC)."""
-    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def condition(obj: Object, kind: str) -> Mapping[str, Any]:
-    """The condition of this type in an object's status; empty if there is none."""
-    for item in (obj.get("status") or {}).get("conditions") or []:
-        if item.get("type") == kind:
-            return dict(item)
-    return {}
-
-
-def is_true(obj: Object, kind: str) -> bool:
-    """Whether the condition of this type is True."""
-    return condition(obj, kind).get("status") == "True"
 
 
 def recapture(obj: Object) -> str:

@@ -22,6 +22,7 @@ import pytest
 from tests.cluster import Cluster
 from tests.controlplane.scripted_agent import delete_all
 from tests.unit.agentbox import NODE, PARIS, ROME, ScriptedOps, artifact, content_object, pod_object
+from vllmsnapshot import objects
 from vllmsnapshot.agent import app, facts
 from vllmsnapshot.agent.app import Agent
 from vllmsnapshot.agent.config import Config
@@ -196,14 +197,14 @@ class Bench:
         """The pod, as soon as its readiness gate says so."""
 
         def check(obj: Object) -> bool:
-            found = facts.condition(obj, c.CONDITION_VERIFIED)
+            found = objects.condition(obj, c.CONDITION_VERIFIED)
             return (found.get("status"), found.get("reason")) == (status, reason)
 
         return await self.seen(PODS, name, check, "default")
 
     async def condition(self, name: str, kind: str) -> Object:
         """The content, as soon as the condition is True."""
-        return await self.seen(CONTENTS, name, lambda obj: facts.is_true(obj, kind))
+        return await self.seen(CONTENTS, name, lambda obj: objects.is_true(obj, kind))
 
     async def gone(self, resource: Resource, name: str) -> None:
         """Until there is no object of that name."""
@@ -295,7 +296,7 @@ async def test_the_agent_holds_only_its_own_fields(bench: Bench) -> None:
         f"f:metadata/f:labels/f:{c.LABEL_START_MODE}",
         "f:conditions",
     }
-    assert facts.condition(pod, "PodScheduled")["status"] == "True"
+    assert objects.condition(pod, "PodScheduled")["status"] == "True"
 
 
 def _leaves(fields: dict[str, Any], path: str = "") -> Iterator[str]:
@@ -321,7 +322,7 @@ async def test_an_order_whose_pod_never_was_fails(bench: Bench) -> None:
     await bench.start()
     await bench.content("art", "nobody", "uid-nobody")
     content = await bench.condition("art", c.FAILED)
-    assert facts.condition(content, c.FAILED)["reason"] == Reason.SOURCE_GONE
+    assert objects.condition(content, c.FAILED)["reason"] == Reason.SOURCE_GONE
 
 
 async def test_a_wrong_answer_is_reported_and_quarantines(bench: Bench) -> None:
@@ -334,7 +335,7 @@ async def test_a_wrong_answer_is_reported_and_quarantines(bench: Bench) -> None:
     bench.serving(uid, oracle=ROME)
     await bench.verified("b", "False", Reason.CANARY_MISMATCH)
     content = await bench.condition("art", c.QUARANTINED)
-    assert facts.condition(content, c.QUARANTINED)["reason"] == Reason.CANARY_MISMATCH
+    assert objects.condition(content, c.QUARANTINED)["reason"] == Reason.CANARY_MISMATCH
     bench.hello(uid, "i2")
     start = await bench.file(uid, "start")
     assert (start.mode, start.reason) == ("cold", Reason.ARTIFACT_QUARANTINED)
@@ -377,7 +378,7 @@ async def test_the_api_server_goes_away_and_comes_back(bench: Bench, cluster: Cl
 
 async def test_the_node_is_described_and_owned(bench: Bench) -> None:
     await bench.start()
-    node = await bench.seen(SNAPSHOT_NODES, NODE, lambda x: facts.is_true(x, c.READY))
+    node = await bench.seen(SNAPSHOT_NODES, NODE, lambda x: objects.is_true(x, c.READY))
     assert [x["kind"] for x in node["metadata"]["ownerReferences"]] == ["Node"]
     assert node["status"]["protocolVersion"] == protocol.PROTOCOL_VERSION
     await bench.content("art", "gone", "uid-gone", captured=True)
@@ -387,7 +388,7 @@ async def test_the_node_is_described_and_owned(bench: Bench) -> None:
 async def test_health(bench: Bench) -> None:
     bench.config = Config(**{**vars(bench.config), "port": 18081})
     agent = await bench.start()
-    await bench.seen(SNAPSHOT_NODES, NODE, lambda x: facts.is_true(x, c.READY))
+    await bench.seen(SNAPSHOT_NODES, NODE, lambda x: objects.is_true(x, c.READY))
     async with asyncio.timeout(LIMIT_S):
         await agent.node.pods.synced.wait()
         await agent.node.contents.synced.wait()
@@ -474,8 +475,8 @@ async def test_the_process_starts_says_what_its_node_lacks_and_ends_on_sigterm(
     code = "from vllmsnapshot.agent.app import main; main()"
     process = await asyncio.create_subprocess_exec(sys.executable, "-c", code, env=env, cwd=ROOT)
     try:
-        node = await bench.seen(SNAPSHOT_NODES, NODE, lambda x: bool(facts.condition(x, c.READY)))
-        assert facts.condition(node, c.READY)["reason"] == Reason.NODE_NOT_CAPABLE
+        node = await bench.seen(SNAPSHOT_NODES, NODE, lambda x: bool(objects.condition(x, c.READY)))
+        assert objects.condition(node, c.READY)["reason"] == Reason.NODE_NOT_CAPABLE
         uid = await bench.pod("a")
         bench.hello(uid)
         start = await bench.file(uid, "start")
@@ -500,5 +501,5 @@ async def test_a_verification_is_answered_once(bench: Bench) -> None:
     await bench.kube.apply(CONTENTS, {"metadata": asked}, c.MANAGER_CLI)
     found = await bench.seen(CONTENTS, "art", lambda obj: bool(obj.get("status", {}).get("verification")))
     assert found["status"]["verification"]["outcome"] == "Intact"
-    assert facts.is_true(found, c.CAPTURED)
+    assert objects.is_true(found, c.CAPTURED)
     assert bench.ops.did.count("verify art") == 1

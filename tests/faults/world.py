@@ -38,7 +38,7 @@ from vllmsnapshot.api.types import PodReport
 from vllmsnapshot.controller.app import RESYNC, Operator, Options
 from vllmsnapshot.controller.reconcile import Reconciler
 from vllmsnapshot.kube import CONTENTS, NODES, PODS, SERVICES, SNAPSHOTS, Object
-from vllmsnapshot.world import is_true
+from vllmsnapshot.objects import is_true
 from vllmsnapshot_child import init, machine, procs, protocol
 from vllmsnapshot_child.machine import Act, Look
 from vllmsnapshot_child.protocol import Oracle, Ready, Release, Serving

@@ -14,6 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, cast
 
+from vllmsnapshot import objects
 from vllmsnapshot.agent import facts
 from vllmsnapshot.agent.cache import Cache
 from vllmsnapshot.agent.control import Files, control_path, read_files
@@ -245,7 +246,7 @@ def pod_object(name: str, *, settings: PodSettings | None = None, identity: str 
             "name": name,
             "namespace": "default",
             "uid": f"uid-{name}",
-            "creationTimestamp": facts.rfc3339(T0 - 3),
+            "creationTimestamp": objects.rfc3339(T0 - 3),
             "labels": {
                 c.LABEL_MANAGED_BY: c.MANAGED_BY,
                 c.LABEL_ROLE: c.ROLE_REPLICA,
@@ -267,7 +268,7 @@ def pod_object(name: str, *, settings: PodSettings | None = None, identity: str 
         "status": {
             "phase": "Running",
             "podIP": "10.0.0.7",
-            "conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": facts.rfc3339(T0 - 2)}],
+            "conditions": [{"type": "PodScheduled", "status": "True", "lastTransitionTime": objects.rfc3339(T0 - 2)}],
         },
     }
 
@@ -280,7 +281,7 @@ def content_object(name: str, source: str, *, identity: str = "id-1", captured: 
             "status": "True",
             "reason": "Captured",
             "message": "1000000 bytes",
-            "lastTransitionTime": facts.rfc3339(T0 - 100),
+            "lastTransitionTime": objects.rfc3339(T0 - 100),
         }
     ]
     return {
@@ -479,7 +480,7 @@ class Box:
 
     def verified(self, name: str) -> tuple[str, str]:
         """Status and reason of the readiness gate's condition."""
-        found = facts.condition(self.pod(name), c.CONDITION_VERIFIED)
+        found = objects.condition(self.pod(name), c.CONDITION_VERIFIED)
         return found.get("status", ""), found.get("reason", "")
 
     def conditions(self, name: str) -> dict[str, str]:

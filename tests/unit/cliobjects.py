@@ -6,7 +6,7 @@ from typing import Any
 
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodReport
-from vllmsnapshot.world import rfc3339
+from vllmsnapshot.objects import rfc3339
 
 NOW = 1_800_000_000.0
 Object = dict[str, Any]

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 from tests.unit.agentbox import PARIS, ROME, Box, NodeError, artifact
-from vllmsnapshot.agent import decide, facts
+from vllmsnapshot import objects
+from vllmsnapshot.agent import decide
 from vllmsnapshot.agent.nodeops import Health
 from vllmsnapshot.agent.reconcile import QUEUE_PAUSE_S
 from vllmsnapshot.api import constants as c
@@ -251,7 +252,7 @@ async def test_a_failed_order_names_what_is_wrong_with_the_gpus(box: Box) -> Non
     box.hello(uid)
     await box.settle()
     content = box.kube.objects["vllmsnapshotcontents", "", "art"]
-    assert "MIG is on" in facts.condition(content, c.FAILED)["message"]
+    assert "MIG is on" in objects.condition(content, c.FAILED)["message"]
 
 
 @pytest.mark.parametrize("resources", [{"limits": {"nvidia.com/gpu": "1"}}, {"claims": [{"name": "gpu"}]}])
@@ -487,7 +488,7 @@ async def test_a_forged_restored_file_condemns_no_artifact_of_others(box: Box, t
     await box.contents.settle("theirs")
     await box.node.outbox.drain()
     assert c.QUARANTINED not in box.conditions("theirs")
-    found = facts.condition(box.pod("a"), c.CONDITION_VERIFIED)
+    found = objects.condition(box.pod("a"), c.CONDITION_VERIFIED)
     assert found["status"] == "False"
     assert "Paris" not in found["message"], "the recorded answer of somebody else"
 
@@ -771,7 +772,7 @@ async def test_a_manifest_that_is_not_the_recorded_one_is_not_used(box: Box) -> 
 def healthy(box: Box, name: str, *, since: float) -> None:
     """The kubelet's probes have passed for `since` seconds."""
     obj = box.kube.touch(box.pod(name))
-    at = facts.rfc3339(time.time() - since)
+    at = objects.rfc3339(time.time() - since)
     others = [x for x in obj["status"]["conditions"] if x["type"] != "ContainersReady"]
     obj["status"]["conditions"] = [*others, {"type": "ContainersReady", "status": "True", "lastTransitionTime": at}]
     box.sync()
@@ -908,7 +909,7 @@ async def test_a_server_that_waits_for_its_end_gets_it(box: Box, deleting: bool)
     box.add_content("art", "gone", captured=True)
     uid = await restored(box)
     if deleting:
-        box.kube.touch(box.pod("b"))["metadata"]["deletionTimestamp"] = facts.rfc3339(time.time())
+        box.kube.touch(box.pod("b"))["metadata"]["deletionTimestamp"] = objects.rfc3339(time.time())
         box.sync()
     before = list(box.ops.did)
     box.put(uid, Ending(incarnation="i1", exit_code=0, timeout_s=7.5))

@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.unit.agentbox import artifact, content_object, pod_object
+from vllmsnapshot import objects
 from vllmsnapshot.agent import facts, report
 from vllmsnapshot.agent.control import Files
 from vllmsnapshot.agent.decide import View
@@ -19,7 +20,6 @@ from vllmsnapshot.agent.nodeops import Health, PodRef
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import Check, Condition, PodReport, PodSettings, VLLMSnapshotContentStatus, VLLMSnapshotNodeStatus
-from vllmsnapshot.controller import pods as controller_pods
 from vllmsnapshot_child.protocol import Hello, Ready, Release, Restored, Serving, Start
 
 NOW = 1_800_000_000.0
@@ -28,8 +28,8 @@ REF = PodRef(namespace="default", name="a", uid="uid-a")
 
 def cold_view(**at: float) -> View:
     obj = pod_object("a")
-    obj["metadata"]["creationTimestamp"] = facts.rfc3339(NOW)
-    obj["status"]["conditions"][0]["lastTransitionTime"] = facts.rfc3339(NOW + 1)
+    obj["metadata"]["creationTimestamp"] = objects.rfc3339(NOW)
+    obj["status"]["conditions"][0]["lastTransitionTime"] = objects.rfc3339(NOW + 1)
     oracle = {"token_ids": [1], "text": "x", "sampled_token_logprob": -1.0}
     files = Files(
         hello=Hello(incarnation="i"),
@@ -62,7 +62,7 @@ def test_phases_of_a_cold_start() -> None:
         "release_to_serving_s": 3.0,
         "total_s": 68.0,
     }
-    assert said.report.serving_at == facts.rfc3339(NOW + 68)
+    assert said.report.serving_at == objects.rfc3339(NOW + 68)
 
 
 def test_a_restored_process_does_not_report_the_phases_of_its_capture() -> None:
@@ -112,7 +112,7 @@ def test_the_transition_time_moves_with_the_status_only() -> None:
         == old["lastTransitionTime"]
     )
     old["status"] = "False"
-    assert report.pod_condition(REF, verified, old, NOW)["status"]["conditions"][0]["lastTransitionTime"] == facts.rfc3339(NOW)
+    assert report.pod_condition(REF, verified, old, NOW)["status"]["conditions"][0]["lastTransitionTime"] == objects.rfc3339(NOW)
 
 
 # --- content ---------------------------------------------------------------------------------------------------------
@@ -191,12 +191,12 @@ def test_a_node_says_of_its_gpus_apart_from_all_else() -> None:
     old, found = conditions(VLLMSnapshotNodeStatus(), NOW)
     assert found.keys() == {c.READY}, "a node without GPU says nothing of any"
     old, found = conditions(old, NOW + 1, gpu="gpu-driver: too old")
-    assert (found[c.READY].status, found[c.READY].last_transition_time) == ("True", facts.rfc3339(NOW))
+    assert (found[c.READY].status, found[c.READY].last_transition_time) == ("True", objects.rfc3339(NOW))
     assert found[c.READY].message == "all checks but those of the GPU passed"
     gpu = found[c.GPU_READY]
     assert (gpu.status, gpu.reason, gpu.message) == ("False", Reason.GPU_UNAVAILABLE, "gpu-driver: too old")
     _, found = conditions(old, NOW + 2, gpu="")
-    assert (found[c.GPU_READY].status, found[c.GPU_READY].last_transition_time) == ("True", facts.rfc3339(NOW + 2))
+    assert (found[c.GPU_READY].status, found[c.GPU_READY].last_transition_time) == ("True", objects.rfc3339(NOW + 2))
 
 
 def test_an_event_written_twice_is_one_event() -> None:
@@ -213,11 +213,6 @@ def test_an_event_written_twice_is_one_event() -> None:
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", ["node-1", "n" * 63, "n" * 64, "a-very.long-name." * 14 + "x"])
-def test_the_node_label_is_the_operators(name: str) -> None:
-    assert facts.node_label(name) == controller_pods.label_value(name)
 
 
 def test_the_environment_of_a_restored_process_is_this_pods() -> None:

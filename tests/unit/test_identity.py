@@ -9,6 +9,7 @@ import pytest
 
 from vllmsnapshot.api.types import VLLMSnapshotSpec, Weights
 from vllmsnapshot.controller import pods
+from vllmsnapshot.objects import HASH_CHARS
 from vllmsnapshot_child.weights import POLICIES
 
 BASE: dict[str, Any] = {
@@ -133,8 +134,8 @@ def test_absent_and_empty_are_the_same() -> None:
 
 
 def test_hashes_fit_labels() -> None:
-    assert len(HERE.identity) == len(HERE.revision) == pods.HASH_CHARS
-    assert pods.HASH_CHARS <= 63
+    assert len(HERE.identity) == len(HERE.revision) == HASH_CHARS
+    assert HASH_CHARS <= 63
     assert int(HERE.identity, 16) >= 0
 
 

@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodSettings, VLLMSnapshotSpec
 from vllmsnapshot.controller import pods
+from vllmsnapshot.objects import label_value
 from vllmsnapshot.world import Claim, Replica
 from vllmsnapshot_child import drain, protocol
 
@@ -393,14 +394,14 @@ def test_names_fit(name: str) -> None:
         pod = pods.pod_name(name, "0123456789", slot)
         assert len(pod) <= 63
         assert pod.endswith(f"-01234-{slot}")
-    assert len(pods.label_value(name)) <= 63
+    assert len(label_value(name)) <= 63
     assert len(pods.content_name(name, "u", "p")) <= 63
 
 
 def test_long_names_stay_apart() -> None:
     one, two = "a" * 100 + "1", "a" * 100 + "2"
     assert pods.pod_name(one, "0" * 40, 0) != pods.pod_name(two, "0" * 40, 0)
-    assert pods.label_value(one) != pods.label_value(two)
+    assert label_value(one) != label_value(two)
     assert pods.content_name(one, "u1", "p") != pods.content_name(one, "u2", "p")
 
 
@@ -426,7 +427,7 @@ def test_content() -> None:
     }
     labels = made["metadata"]["labels"]
     assert all(len(value) <= 63 for value in labels.values())
-    assert labels[c.LABEL_NODE] == pods.label_value("n" * 100)
+    assert labels[c.LABEL_NODE] == label_value("n" * 100)
     assert made["metadata"]["finalizers"] == [c.FINALIZER_CONTENT]
     assert made["metadata"]["name"] == pods.content_name("smol", "u-1", "p-1")
 

@@ -21,7 +21,8 @@ from vllmsnapshot.controller import events, pods, status
 from vllmsnapshot.controller.plan import Gate, Plan
 from vllmsnapshot.controller.recapture import NOT_ASKED, Recapture
 from vllmsnapshot.controller.status import Problem
-from vllmsnapshot.world import Claim, Content, Observed, Replica, ServiceView, rfc3339, timestamp
+from vllmsnapshot.objects import rfc3339, timestamp
+from vllmsnapshot.world import Claim, Content, Observed, Replica, ServiceView
 
 R = c.Reason
 NOW = 1_800_000_000.0

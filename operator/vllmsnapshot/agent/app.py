@@ -19,6 +19,7 @@ from .. import logs
 from ..api import constants as c
 from ..api.types import VLLMSnapshotNodeStatus
 from ..kube import CONTENTS, NODES, PODS, SNAPSHOT_NODES, ApiError, Kube, Object
+from ..objects import label_value
 from . import facts, report
 from .cache import Cache
 from .canary import Canary
@@ -320,7 +321,7 @@ class Agent:
         await self.node.pods.follow(self.node.kube, labels=LABELS, fields=f"spec.nodeName={self.node.name}")
 
     async def _follow_contents(self) -> None:
-        await self.node.contents.follow(self.node.kube, labels=f"{c.LABEL_NODE}={facts.node_label(self.node.name)}")
+        await self.node.contents.follow(self.node.kube, labels=f"{c.LABEL_NODE}={label_value(self.node.name)}")
 
     async def _every(self, seconds: float, work: Callable[[], Awaitable[None]]) -> None:
         while True:

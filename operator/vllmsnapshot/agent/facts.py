@@ -2,58 +2,20 @@
 
 from __future__ import annotations
 
-import hashlib
-import json
 from collections.abc import Mapping
-from datetime import UTC, datetime
 from typing import Any
 
 from pydantic import ValidationError
 
 from ..api import constants as c
 from ..api.types import PodReport, PodSettings, VLLMSnapshotContentSpec, VLLMSnapshotContentStatus
+from ..objects import Object, condition, is_true, timestamp
 from .decide import INIT_DECISION_TIMEOUT_S, Candidate, Pod
 from .ledger import Entry
 from .nodeops import PodRef, Stored
 
-Object = Mapping[str, Any]
-
 OUR_SERVER = "vllmsnapshot_child.server"
 """The child that writes serving.json; another one named by VLLMSNAPSHOT_SERVER is asked over HTTP."""
-
-
-def timestamp(text: Any) -> float | None:
-    """An API time as Unix seconds; None for anything that is not one."""
-    try:
-        return datetime.fromisoformat(str(text).replace("Z", "+00:00")).timestamp()
-    except ValueError:
-        return None
-
-
-def rfc3339(seconds: float) -> str:
-    """Unix seconds as an API time (whole seconds, UTC)."""
-    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
-
-
-def node_label(node: str) -> str:
-    """The value of LABEL_NODE for a node, as the operator writes it (`controller.pods`): names may be longer than labels."""
-    if len(node) <= 63:
-        return node
-    hashed = hashlib.sha256(json.dumps(node, separators=(",", ":")).encode()).hexdigest()
-    return f"{node[:46].rstrip('-.')}-{hashed[:16]}"
-
-
-def condition(obj: Object, kind: str) -> Mapping[str, Any]:
-    """The condition of this type; empty if there is none."""
-    for item in (obj.get("status") or {}).get("conditions") or []:
-        if isinstance(item, dict) and item.get("type") == kind:
-            return item
-    return {}
-
-
-def is_true(obj: Object, kind: str) -> bool:
-    """Whether the condition of this type is True."""
-    return condition(obj, kind).get("status") == "True"
 
 
 def owner(obj: Object) -> Mapping[str, Any] | None:
@@ -110,9 +72,9 @@ def pod_facts(obj: Object) -> Pod:
         gpu=_wants_gpu(engine),
         host_network=spec.get("hostNetwork") is True,
         decision_timeout_s=decision,
-        created=timestamp(meta.get("creationTimestamp")) or 0.0,
-        scheduled=timestamp(scheduled.get("lastTransitionTime")) if scheduled.get("status") == "True" else None,
-        healthy_since=timestamp(healthy.get("lastTransitionTime")) if healthy.get("status") == "True" else None,
+        created=timestamp(meta.get("creationTimestamp")),
+        scheduled=(timestamp(scheduled.get("lastTransitionTime")) or None) if scheduled.get("status") == "True" else None,
+        healthy_since=(timestamp(healthy.get("lastTransitionTime")) or None) if healthy.get("status") == "True" else None,
     )
 
 

@@ -17,6 +17,7 @@ from ..api import constants as c
 from ..api.types import Check, PodReport, VLLMSnapshotContentStatus, seconds
 from ..kube import Object
 from ..metrics import Buckets, Common, Family, Once, State, known_reason
+from ..objects import condition
 from . import facts
 
 REASON = "a reason of this project (docs/reference/conditions.md), or `Other`"
@@ -312,7 +313,7 @@ class Metrics(Common):
         status = facts.content_status(content)
         if not self._answered.confirm(str(content["metadata"]["name"]), answer(status)):
             return
-        if (failed := facts.condition(content, c.FAILED)).get("status") == "True":
+        if (failed := condition(content, c.FAILED)).get("status") == "True":
             self._captures.labels("failed", known_reason(str(failed.get("reason")))).inc()
             return
         self._captures.labels("succeeded", c.Reason.CAPTURED).inc()

@@ -26,6 +26,7 @@ from ..api import constants as c
 from ..api.constants import Reason
 from ..api.types import Verification, VerificationOutcome, VLLMSnapshotContentStatus
 from ..kube import CONTENTS, EVENTS, PODS, ApiError, Kube, Object
+from ..objects import condition, is_true
 from . import decide, facts, report
 from .cache import Cache
 from .control import Files, control_path, read_files, write_restored
@@ -592,7 +593,7 @@ class Pods:
             current = self.node.pods.get(v.pod.ref.uid)
             # The condition first: it is what readiness waits for.
             if current is not None and self._condition_differs(current, said):
-                have = facts.condition(current, c.CONDITION_VERIFIED)
+                have = condition(current, c.CONDITION_VERIFIED)
                 body = report.pod_condition(v.pod.ref, said.verified, have, self.node.clock())
                 self.node.pods.put(await self.node.kube.apply(PODS, body, c.MANAGER_AGENT, subresource="status"))
                 self.node.wrote("pod status")
@@ -608,7 +609,7 @@ class Pods:
 
     @staticmethod
     def _condition_differs(obj: Object, said: report.Said) -> bool:
-        have = facts.condition(obj, c.CONDITION_VERIFIED)
+        have = condition(obj, c.CONDITION_VERIFIED)
         if not have:
             # A gate without condition is closed as well: "not yet" need not be written before anything else was.
             return not (said.verified.status == "False" and said.verified.reason == Reason.STARTING)
@@ -654,13 +655,13 @@ class Contents:
                 consecutive=counts.consecutive_failures,
                 last_failure=counts.last_failure or "",
             )
-        settled = facts.is_true(obj, c.CAPTURED) or facts.is_true(obj, c.FAILED)
+        settled = is_true(obj, c.CAPTURED) or is_true(obj, c.FAILED)
         verification = await self._verification(obj, old) if settled else None
         entry = n.ledger.entry(name, uid)
         stored = n.stored.get(name)
         if stored is not None and stored.content_uid not in ("", uid):
             stored = None
-        if stored is not None and facts.is_true(obj, c.CAPTURED) and not facts.recorded(obj, stored):
+        if stored is not None and is_true(obj, c.CAPTURED) and not facts.recorded(obj, stored):
             message = f"the manifest is not the recorded one: its digest is {stored.digest}"
             await n.quarantine(name, uid, Reason.ARTIFACT_CORRUPT, message)
             entry = n.ledger.entry(name, uid)
@@ -671,9 +672,9 @@ class Contents:
         elif not settled and stored is None:
             failed, delay = await self._source_gone(spec.snapshot_ref.namespace, spec.source_pod.name, spec.source_pod.uid)
         lost = False
-        if facts.is_true(obj, c.CAPTURED) and stored is None:
+        if is_true(obj, c.CAPTURED) and stored is None:
             lost = await n.thread(n.ops.artifact, name) is None
-        if stored is not None and (failed is not None or facts.is_true(obj, c.FAILED)) and not facts.is_true(obj, c.CAPTURED):
+        if stored is not None and (failed is not None or is_true(obj, c.FAILED)) and not is_true(obj, c.CAPTURED):
             # Failed is what everybody was told: files that turned up nevertheless are nobody's.
             await self._drop_files(name)
             stored = None
@@ -724,7 +725,7 @@ class Contents:
         if spec is None or pod is None:
             return
         name, pod_facts = obj["metadata"]["name"], facts.pod_facts(pod)
-        captured, failed = facts.condition(obj, c.CAPTURED), facts.condition(obj, c.FAILED)
+        captured, failed = condition(obj, c.CAPTURED), condition(obj, c.FAILED)
         if captured.get("status") == "True":
             self.node.tell(pod_facts, Reason.CAPTURED, "Capture", f"Captured {name}, {captured.get('message')}", name)
         elif failed.get("status") == "True":

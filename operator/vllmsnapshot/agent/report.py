@@ -9,7 +9,6 @@ import hashlib
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any, Literal
 
 from vllmsnapshot_child.protocol import HELLO, PROTOCOL_VERSION, READY, RELEASE, RESTORED, SERVING, START
@@ -29,8 +28,8 @@ from ..api.types import (
     VLLMSnapshotNodeStatus,
     duration,
 )
+from ..objects import micro_time, rfc3339
 from .decide import View, on_trust, restoring, verdict
-from .facts import rfc3339
 from .ledger import Entry
 from .nodeops import Health, PodRef, Stored
 
@@ -398,7 +397,7 @@ def events(event: Event, node: str, now: float) -> list[Object]:
                 "apiVersion": "events.k8s.io/v1",
                 "kind": "Event",
                 "metadata": {"namespace": event.pod.namespace, "name": f"{str(regarding['name'])[:200]}.{digest}"},
-                "eventTime": datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ"),
+                "eventTime": micro_time(now),
                 "reportingController": f"{c.GROUP}/agent",
                 "reportingInstance": node[:128],
                 "action": event.action,

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable
 
 from ..api.constants import Reason
 from ..api.types import Verification, VerificationOutcome, duration
-from .facts import rfc3339
+from ..objects import rfc3339
 from .nodeops import Digested, explain
 
 log = logging.getLogger(__name__)

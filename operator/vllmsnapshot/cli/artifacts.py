@@ -12,8 +12,9 @@ from rich.text import Text
 
 from ..api import constants as c
 from ..api.types import VerificationOutcome, VLLMSnapshotSpec, seconds
+from ..objects import timestamp
 from ..retention import doomed
-from ..world import Content, Observed, Replica, recapture, timestamp
+from ..world import Content, Observed, Replica, recapture
 from . import timeline
 from .output import BAD, DOUBT, FAINT, GOOD, HEAD, Cell, Column, Row, age, plain, size, table, took
 

@@ -10,7 +10,8 @@ from rich.text import Text
 
 from ..api import constants as c
 from ..api.constants import Reason
-from ..world import Content, Replica, condition, timestamp
+from ..objects import condition, timestamp
+from ..world import Content, Replica
 from . import artifacts, timeline
 from .output import BAD, DOUBT, FAINT, GOOD, HEAD, age, plain, size, took
 

@@ -17,7 +17,7 @@ from .. import __version__
 from ..api import constants as c
 from ..api.crd import all_crds
 from ..kube import CONTENTS, NODES, PODS, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube, Object, Resource
-from ..world import condition, is_true
+from ..objects import condition, is_true
 from .output import BAD, DOUBT, FAINT, GOOD, HEAD, plain
 
 Level = Literal["Pass", "Warn", "Fail"]

@@ -8,7 +8,7 @@ from typing import Any
 from rich.text import Text
 
 from ..api import constants as c
-from ..world import condition, timestamp
+from ..objects import condition, timestamp
 from .output import BAD, DOUBT, FAINT, GOOD, Cell, Column, Row, age, size, table
 
 Object = dict[str, Any]

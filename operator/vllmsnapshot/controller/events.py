@@ -7,13 +7,12 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from datetime import UTC, datetime
 from typing import Any
 
 from ..api import constants as c
 from ..api.types import Condition
+from ..objects import digest, micro_time
 from ..world import Claim
-from .pods import digest
 
 REPORTER = f"{c.GROUP}/operator"
 WINDOW_S = 300.0
@@ -61,7 +60,7 @@ def transitions(before: Iterable[Condition], after: Iterable[Condition]) -> list
 
 def build(claim: Claim, note: Note, now: float, instance: str) -> dict[str, Any]:
     """The events.k8s.io/v1 object. Its name is a function of what it says and in which window, so that written twice it is one."""
-    moment = datetime.fromtimestamp(now, UTC).strftime("%Y-%m-%dT%H:%M:%S.%fZ")
+    moment = micro_time(now)
     return {
         "apiVersion": "events.k8s.io/v1",
         "kind": "Event",

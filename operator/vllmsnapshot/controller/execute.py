@@ -14,7 +14,8 @@ from typing import Any
 from ..api import constants as c
 from ..api.types import Toggle, VLLMSnapshotSpec
 from ..kube import CONTENTS, PODS, SERVICES, SNAPSHOTS, ApiError, Kube, Object
-from ..world import Claim, Content, controlled_by, rfc3339
+from ..objects import rfc3339
+from ..world import Claim, Content, controlled_by
 from . import plan as p
 from . import pods, ports
 from .status import Problem

@@ -11,7 +11,8 @@ from dataclasses import dataclass, replace
 
 from ..api import constants as c
 from ..kube import CONTENTS, NODES, PODS, SERVICES, SNAPSHOT_NODES, SNAPSHOTS, Kube, Object
-from ..world import Claim, Content, Observed, Replica, ServiceView, condition, controlled_by, is_true, recapture
+from ..objects import condition, is_true, label_value
+from ..world import Claim, Content, Observed, Replica, ServiceView, controlled_by, recapture
 from . import pods
 from .plan import plan_orphans
 
@@ -54,7 +55,7 @@ class Observer:
         claim = Claim.parse(obj)
         if claim.spec is not None and (problem := pods.problem(claim, claim.spec)) is not None:
             claim = replace(claim, spec=None, invalid=problem)
-        named = pods.selector_text({c.LABEL_SNAPSHOT: pods.label_value(name), c.LABEL_ROLE: c.ROLE_REPLICA})
+        named = pods.selector_text({c.LABEL_SNAPSHOT: label_value(name), c.LABEL_ROLE: c.ROLE_REPLICA})
         mine = pods.selector_text({c.LABEL_SNAPSHOT_UID: claim.uid})
         pod_list, contents, service, view = await asyncio.gather(
             self._kube.list(PODS, namespace, labels=named),

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 
 from ..api import constants as c
 from ..api.types import DeletionPolicy, RestorePolicy, Toggle, VLLMSnapshotSpec
+from ..objects import label_value
 from ..retention import doomed
 from ..world import Claim, Content, Observed, Replica
 from . import pods
@@ -439,7 +440,7 @@ def _retention(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Ite
 
 def _labels(observed: Observed) -> Iterator[RestoreLabels]:
     for item in observed.contents:
-        if item.node_label is not None and item.node_label != pods.label_value(item.node):
+        if item.node_label is not None and item.node_label != label_value(item.node):
             yield RestoreLabels(item)
 
 

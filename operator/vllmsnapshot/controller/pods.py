@@ -7,7 +7,6 @@ the process image. So a changed port, probe or node selector rolls the pods, and
 from __future__ import annotations
 
 import contextlib
-import hashlib
 import json
 import re
 from collections.abc import Iterable, Mapping
@@ -20,6 +19,7 @@ from vllmsnapshot_child.protocol import CONTROL_DIR, PROTOCOL_VERSION
 
 from ..api import constants as c
 from ..api.types import PodMetadata, PodSettings, Toggle, VLLMSnapshotSpec
+from ..objects import digest, label_value
 from ..world import Claim, Replica
 
 Object = dict[str, Any]
@@ -28,9 +28,6 @@ IDENTITY_SCHEMA = 1
 """Raised when the meaning of an identity changes, so that no artifact taken before is mistaken for a match."""
 REVISION_SCHEMA = 1
 """As IDENTITY_SCHEMA; raising it rolls every replica of every snapshot, so don't, short of a broken template."""
-
-HASH_CHARS = 40
-"""160 bits of sha256, in hex: fits a label."""
 
 SCRATCH_DIR = "/tmp"  # noqa: S108 - where the pod mounts a volume of its own
 SHM_DIR = "/dev/shm"  # noqa: S108
@@ -100,12 +97,6 @@ class Template:
     identity: str
 
 
-def digest(value: Any) -> str:
-    """Hash of a JSON value, independent of key order."""
-    canonical = json.dumps(value, sort_keys=True, separators=(",", ":"), ensure_ascii=True, allow_nan=False)
-    return hashlib.sha256(canonical.encode()).hexdigest()[:HASH_CHARS]
-
-
 def template(spec: VLLMSnapshotSpec) -> Template:
     """Revision and identity of a spec. Raises OverlayError where the overlay cannot be merged."""
     overlay = _overlay(spec)
@@ -150,11 +141,6 @@ def _quantities(resources: Mapping[str, Any]) -> Object:
 
 
 # --- names -----------------------------------------------------------------------------------------------------------
-
-
-def label_value(name: str) -> str:
-    """A name as a label value: itself, or where it is too long its head and a hash."""
-    return name if len(name) <= 63 else f"{name[:46].rstrip('-.')}-{digest(name)[:16]}"
 
 
 def pod_name(snapshot: str, revision: str, slot: int) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 
 from ..api import constants as c
 from ..kube import CONTENTS, PODS, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube
-from ..world import is_true
+from ..objects import is_true
 
 
 async def examine(kube: Kube, namespace: str) -> dict[str, str]:

@@ -23,7 +23,8 @@ from ..api.types import (
     duration,
     seconds,
 )
-from ..world import Claim, Content, Observed, Replica, newest, rfc3339, timestamp
+from ..objects import rfc3339, timestamp
+from ..world import Claim, Content, Observed, Replica, newest
 from . import pods
 from .plan import Gate, Plan, spent
 from .recapture import Recapture
