@@ -13,6 +13,7 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from . import environment
 from .api import constants as c
 from .api.types import (
     Condition,
@@ -24,12 +25,6 @@ from .api.types import (
     VLLMSnapshotStatus,
 )
 from .objects import Object, condition, is_true, timestamp
-
-NOT_COMPARED = frozenset({"bootId", "cpuModel", "cpuFlags", "imageLayers", "gpuUuid", "gpuMemoryUsedBytes", "gpuPids"})
-"""Facts of an environment that may differ without voiding an artifact: the agent's list (a test holds the two together)."""
-
-GPU_FACTS = "gpu"
-"""How the names of facts about GPUs begin (agent/cuda.py)."""
 
 
 def recapture(obj: Object) -> str:
@@ -294,22 +289,17 @@ class Observed:
     def stale(self, content: Content) -> str | None:
         """Which fact of the node is not what it was at capture, or None, also where the node has not told its facts.
 
-        A fact that only one side has is a difference, as it is for the agent: a GPU that is gone. But facts of GPUs are none of a
-        process that uses none (nothing of them was recorded then), whatever GPUs its node has or gets.
-        The agent has the last word and knows more (CPU flags, image layers): an artifact that it keeps refusing is
-        quarantined by it. This is to say it before anybody tries.
+        An artifact that the agent keeps refusing is quarantined by it; this is to say it before anybody tries.
         """
         then, now = content.status.environment or {}, self.environments.get(content.node) or {}
         if not then or not now:
             return None
-        names = (then.keys() | now.keys()) - NOT_COMPARED
-        if not any(name.startswith(GPU_FACTS) for name in then):
-            names = {name for name in names if not name.startswith(GPU_FACTS)}
-        for name in sorted(names):
-            before, after = then.get(name, "none"), now.get(name, "none")
-            if before != after:
-                return f"{name} was {before!r} at capture and is {after!r} on node {content.node} now"
-        return None
+        if not environment.of_device(then):
+            now = {name: fact for name, fact in now.items() if not name.startswith(environment.DEVICE)}
+        if not (found := environment.differences(then, now)):
+            return None
+        name, before, after = found[0]
+        return f"{name} was {before!r} at capture and is {after!r} on node {content.node} now"
 
     def usable(self, content: Content) -> bool:
         """A replica of its identity on its node may be restored from it."""

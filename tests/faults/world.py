@@ -28,7 +28,6 @@ from vllmsnapshot.agent.app import Agent
 from vllmsnapshot.agent.config import Config
 from vllmsnapshot.agent.control import control_path
 from vllmsnapshot.agent.errors import AgentError, CaptureError, RestoreError
-from vllmsnapshot.agent.identity import LAYERS
 from vllmsnapshot.agent.local import LocalOps, _stored
 from vllmsnapshot.agent.nodeops import Health, Order, PodRef, Revived, Stored
 from vllmsnapshot.agent.store import Manifest, Store
@@ -37,6 +36,7 @@ from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import PodReport
 from vllmsnapshot.controller.app import RESYNC, Operator, Options
 from vllmsnapshot.controller.reconcile import Reconciler
+from vllmsnapshot.environment import LAYERS
 from vllmsnapshot.kube import CONTENTS, NODES, PODS, SERVICES, SNAPSHOTS, Object
 from vllmsnapshot.objects import is_true
 from vllmsnapshot_child import init, machine, procs, protocol

@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from tests.gpu.place import Place
 from tests.node.bare import Bare
-from vllmsnapshot.agent.accelerator import MEMORY_USED, PIDS
 from vllmsnapshot.agent.capture import CaptureRequest, capture
 from vllmsnapshot.agent.containers import Process
 from vllmsnapshot.agent.criu import Criu
@@ -25,6 +24,7 @@ from vllmsnapshot.agent.cuda import MEMORY_MARGIN, Cuda, Limits, _Session
 from vllmsnapshot.agent.errors import AgentError
 from vllmsnapshot.agent.restore import RestoreRequest, clear, restore
 from vllmsnapshot.agent.store import Manifest, Store
+from vllmsnapshot.environment import MEMORY_USED, PIDS
 
 Answer = Mapping[str, Any]
 

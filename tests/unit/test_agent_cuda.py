@@ -25,7 +25,7 @@ from tests.fakes import build_libcuda
 from vllmsnapshot.agent import capture as capturing
 from vllmsnapshot.agent import config, cuda, doctor, gpu_doctor
 from vllmsnapshot.agent import restore as restoring
-from vllmsnapshot.agent.accelerator import MEMORY_USED, PIDS, UUID, Accelerator, Cpu
+from vllmsnapshot.agent.accelerator import Accelerator, Cpu
 from vllmsnapshot.agent.capture import Tree
 from vllmsnapshot.agent.containers import Container, Process
 from vllmsnapshot.agent.criu import Criu
@@ -35,6 +35,7 @@ from vllmsnapshot.agent.identity import Node, compare_node
 from vllmsnapshot.agent.local import LocalOps
 from vllmsnapshot.agent.store import Manifest
 from vllmsnapshot.api.constants import Reason
+from vllmsnapshot.environment import MEMORY_USED, PIDS, UUID
 
 OLD = "GPU-00000000-0000-0000-0000-000000000000"
 OTHER = "GPU-00000000-0000-0000-0000-000000000001"

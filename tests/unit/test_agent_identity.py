@@ -10,16 +10,17 @@ from pathlib import Path
 
 import pytest
 
+from vllmsnapshot import environment
 from vllmsnapshot.agent import identity
 from vllmsnapshot.agent.containers import Container, Mount, parse_mountinfo
 from vllmsnapshot.agent.identity import Node, compare_node
 
 HERE = {
-    identity.KERNEL: "6.1",
-    identity.MACHINE: "x86_64",
-    identity.CRIU: "4.2.1 a",
-    identity.BOOT: "b1",
-    identity.CPU_FLAGS: "f1",
+    environment.KERNEL: "6.1",
+    environment.MACHINE: "x86_64",
+    environment.CRIU: "4.2.1 a",
+    environment.BOOT: "b1",
+    environment.CPU_FLAGS: "f1",
 }
 
 
@@ -30,8 +31,8 @@ def test_equal_nodes() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({identity.KERNEL: "6.2"}, "kernelRelease: 6.2 instead of 6.1"),
-        ({identity.CRIU: "4.2.1 b"}, "criu: 4.2.1 b instead of 4.2.1 a"),
+        ({environment.KERNEL: "6.2"}, "kernelRelease: 6.2 instead of 6.1"),
+        ({environment.CRIU: "4.2.1 b"}, "criu: 4.2.1 b instead of 4.2.1 a"),
         ({"gpuModel": "H100"}, "gpuModel: H100 instead of none"),
     ],
 )
@@ -40,7 +41,7 @@ def test_a_difference_is_named(change: dict[str, str], words: str) -> None:
 
 
 def test_boot_and_more_cpu_flags_do_not_matter() -> None:
-    there = {**HERE, identity.BOOT: "b2", identity.CPU_FLAGS: "f2", identity.CPU: "another"}
+    there = {**HERE, environment.BOOT: "b2", environment.CPU_FLAGS: "f2", environment.CPU: "another"}
     assert compare_node(HERE, ["sse"], Node(environment=there, cpu_flags=["sse", "avx"])) == []
 
 
@@ -59,7 +60,7 @@ def test_the_node_facts_of_this_machine(tmp_path: Path) -> None:
     facts = identity.node_facts("4.2.1", tmp_path / "criu", accelerator={"gpuDriver": "1"})
     assert facts.environment["gpuDriver"] == "1"
     assert facts.cpu_flags
-    assert len(facts.environment[identity.CPU_FLAGS]) < 64
+    assert len(facts.environment[environment.CPU_FLAGS]) < 64
     assert all(len(v) <= 1024 for v in facts.environment.values()), "the API's limit"
 
 

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vllmsnapshot import world
+from vllmsnapshot import environment
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import (
     ArtifactRecord,
@@ -312,11 +312,18 @@ def test_a_reboot_voids_nothing() -> None:
 
 
 def test_operator_and_agent_compare_the_same_facts() -> None:
+    """What the operator calls stale is what the agent refuses, fact by fact (which asks no driver where there was no GPU)."""
     from vllmsnapshot.agent import cuda, identity
 
-    assert world.NOT_COMPARED == identity.NOT_COMPARED
     of_gpus = (cuda.DRIVER_VERSION, cuda.CUDA_API, cuda.PRODUCT, cuda.COMPUTE_CAPABILITY, cuda.MEMORY, cuda.MIG)
-    assert all(name.startswith(world.GPU_FACTS) for name in of_gpus)
+    assert all(name.startswith(environment.DEVICE) for name in of_gpus)
+    then = dict.fromkeys((*of_gpus, *environment.NOT_COMPARED, environment.KERNEL, environment.CRIU, environment.MACHINE), "1")
+    old = captured(status=VLLMSnapshotContentStatus(environment=then))
+    for name in then:
+        now = then | {name: "2"}
+        refused = identity.compare_node(then, [], identity.Node(environment=now))
+        stale = see(contents=(old,), environments={"node": now}).stale(old)
+        assert (stale is not None) == bool(refused) == (name not in environment.NOT_COMPARED)
 
 
 def test_times_move_only_on_flips() -> None:

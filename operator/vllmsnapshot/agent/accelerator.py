@@ -4,16 +4,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Final, Protocol
+from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
     from .containers import Container, Process
-
-UUID: Final = "gpuUuid"
-MEMORY_USED: Final = "gpuMemoryUsedBytes"
-PIDS: Final = "gpuPids"
-RECORDED: Final = frozenset({UUID, MEMORY_USED, PIDS})
-"""Names of what `Accelerator.record` may return."""
 
 
 class Accelerator(Protocol):
@@ -31,7 +25,7 @@ class Accelerator(Protocol):
         """Whether an open device file (its path in the container) belongs to this accelerator and is handled by it."""
 
     def record(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> Mapping[str, str]:
-        """What a restore must know of these processes, but not compare (names: RECORDED). Refuses what cannot travel."""
+        """What a restore must know of these processes, but not compare (names: environment.RECORDED). Refuses what cannot travel."""
 
     def before_dump(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> None:
         """Move the state of the device into the processes' memory and let go of the device."""

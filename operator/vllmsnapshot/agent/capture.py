@@ -22,8 +22,9 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..api.constants import Reason
+from ..environment import LAYERS, MEMORY_USED
 from . import identity, namespaces, staging
-from .accelerator import MEMORY_USED, Accelerator
+from .accelerator import Accelerator
 from .containers import Container, Mount, Process, descendants, lines, memory_limit, resume_all
 from .criu import Criu, CriuError
 from .errors import AgentError, CaptureError, StoreError, disk_reason, is_full
@@ -527,7 +528,7 @@ def _manifest(
         staged={s.staged.name: s.staged.path for s in tree.sources},
         memory_bytes=sum((draft.path / n).lstat().st_blocks * 512 for n in files if n.startswith(in_memory)),
         disk_bytes=size,
-        environment={**facts.environment, **recorded, identity.LAYERS: identity.image_layers(container)},
+        environment={**facts.environment, **recorded, LAYERS: identity.image_layers(container)},
         cpu_flags=list(facts.cpu_flags),
         mapped=mapped,
         files=files,

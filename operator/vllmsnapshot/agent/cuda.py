@@ -34,8 +34,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from ..api.constants import Reason
+from ..environment import MEMORY_USED, PIDS, UUID
 from . import namespaces
-from .accelerator import MEMORY_USED, PIDS, UUID, Accelerator
+from .accelerator import Accelerator
 from .driver import DRIVER_MINIMUM, NOT_INITIALIZED, VGPU
 from .driver import LIBCUDA as LIBCUDA
 from .driver import LIBNVML as LIBNVML

@@ -17,20 +17,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from ..environment import BOOT, CPU, CPU_FLAGS, CRIU, KERNEL, LAYERS, MACHINE, differences
 from . import namespaces
-from .accelerator import RECORDED
 from .containers import Container, Mount, Process, lines, read_process
-
-KERNEL: Final = "kernelRelease"
-MACHINE: Final = "machine"
-CPU: Final = "cpuModel"
-CPU_FLAGS: Final = "cpuFlags"
-CRIU: Final = "criu"
-LAYERS: Final = "imageLayers"
-BOOT: Final = "bootId"
-
-NOT_COMPARED: Final = frozenset({BOOT, CPU, CPU_FLAGS, LAYERS}) | RECORDED
-"""Recorded; compared otherwise (flags, layers, the accelerator's) or not at all (for people)."""
 
 DIGEST_LIMIT: Final = 64 << 20
 """Files outside the image's layers up to this size (bytes) are digested whole; of larger ones evenly spaced samples are."""
@@ -143,11 +132,7 @@ def image_layers(container: Container) -> str:
 
 def compare_node(recorded: Mapping[str, str], recorded_flags: Iterable[str], here: Node) -> list[str]:
     """Every difference that forbids a restore, each naming its field. More CPU flags than recorded are welcome."""
-    found = []
-    for name in sorted((set(recorded) | set(here.environment)) - NOT_COMPARED):
-        then, now = recorded.get(name, "none"), here.environment.get(name, "none")
-        if then != now:
-            found.append(f"{name}: {now} instead of {then}")
+    found = [f"{name}: {now} instead of {then}" for name, then, now in differences(recorded, here.environment)]
     missing = sorted(set(recorded_flags) - set(here.cpu_flags))
     if missing:
         found.append(f"{CPU_FLAGS}: this CPU lacks {' '.join(missing[:8])}{' ...' if len(missing) > 8 else ''}")

@@ -11,9 +11,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from .. import environment
 from ..api.constants import Reason
 from . import identity, namespaces, staging
-from .accelerator import UUID, Accelerator
+from .accelerator import Accelerator
 from .containers import Container, kill_all, memory_limit
 from .criu import Criu, CriuError
 from .errors import AgentError, RestoreError, is_full
@@ -144,8 +145,8 @@ def _check_place(container: Container, manifest: Manifest, criu: Criu, accelerat
         raise RestoreError(
             Reason.RESTORE_FAILED, "the container has a user namespace of its own (hostUsers: false), which is not supported"
         )
-    uses_device = UUID in manifest.environment
-    here = identity.node_facts(criu.version(), criu.program, accelerator=accelerator.facts() if uses_device else {})
+    device = accelerator.facts() if environment.of_device(manifest.environment) else {}
+    here = identity.node_facts(criu.version(), criu.program, accelerator=device)
     differences = identity.compare_node(manifest.environment, manifest.cpu_flags, here)
     if not differences:
         differences = identity.compare_image(manifest.environment, container)
