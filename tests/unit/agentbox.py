@@ -462,6 +462,34 @@ class Box:
         """The server gave up."""
         self.put(uid, Failed(incarnation=word, reason=reason, message="no memory"))
 
+    # --- lives ---
+
+    async def at_barrier(self) -> str:
+        """Replica `a` starts cold, stands at its barrier and is captured as `art`; its UID."""
+        uid = self.add_pod("a")
+        self.add_content("art", "a")
+        self.hello(uid)
+        await self.settle()
+        self.ready(uid)
+        await self.settle()
+        return uid
+
+    async def cold_and_captured(self) -> str:
+        """The same, and it serves."""
+        uid = await self.at_barrier()
+        self.serving(uid)
+        await self.settle()
+        return uid
+
+    async def restored(self, name: str = "b") -> str:
+        """A replica that came up from the artifact `art` and serves; its UID."""
+        uid = self.add_pod(name)
+        self.hello(uid)
+        await self.settle()
+        self.serving(uid)
+        await self.settle()
+        return uid
+
     # --- what there is to see ---
 
     def files(self, uid: str) -> Files:

@@ -30,16 +30,6 @@ def box(tmp_path: Path) -> Box:
     return Box(tmp_path)
 
 
-async def restored(box: Box, name: str = "b") -> str:
-    """A replica that came up from the artifact `art` and serves."""
-    uid = box.add_pod(name)
-    box.hello(uid)
-    await box.settle()
-    box.serving(uid)
-    await box.settle()
-    return uid
-
-
 # --- cold, captured --------------------------------------------------------------------------------------------------
 
 
@@ -75,12 +65,7 @@ async def test_first_replica_starts_cold_is_captured_and_verified(box: Box) -> N
 
 async def test_what_became_of_the_weights_is_in_the_status(box: Box) -> None:
     """The engine says it at the barrier; `kubectl describe` shows it."""
-    uid = box.add_pod("a")
-    box.add_content("art", "a")
-    box.hello(uid)
-    await box.settle()
-    box.ready(uid)
-    await box.settle()
+    await box.at_barrier()
     record = box.content("art")["status"]["artifact"]
     assert (record["weights"], record["weightsReason"]) == ("Keep", "as it was measured")
 
@@ -88,7 +73,7 @@ async def test_what_became_of_the_weights_is_in_the_status(box: Box) -> None:
 async def test_a_cold_start_is_told_what_restores_on_this_node_moved(box: Box) -> None:
     """Digests, which are compared once per boot, are not part of it; nor is it of interest to anybody else."""
     box.add_content("art", "gone", captured=True)
-    await restored(box)
+    await box.restored()
     start = box.files("uid-b").start
     assert start is not None
     assert start.restore_bytes_per_s is None
@@ -102,7 +87,7 @@ async def test_a_cold_start_is_told_what_restores_on_this_node_moved(box: Box) -
 
 async def test_nothing_is_written_at_rest(box: Box) -> None:
     box.add_content("art", "gone", captured=True)
-    await restored(box)
+    await box.restored()
     writes, deeds = list(box.kube.writes), list(box.done)
     for _ in range(3):
         await box.settle()
@@ -303,7 +288,7 @@ async def test_a_late_agent_does_not_decide_any_more(box: Box) -> None:
 
 async def test_a_replica_with_an_artifact_is_restored_and_verified(box: Box) -> None:
     box.add_content("art", "gone", captured=True)
-    uid = await restored(box)
+    uid = await box.restored()
     assert box.ops.did == ["restore b art"]
     start, back = box.files(uid).start, box.files(uid).restored
     assert start is not None
@@ -352,7 +337,7 @@ async def test_a_failed_restore_starts_cold_in_the_same_container(box: Box) -> N
     second = box.files(uid).start
     assert second is not None
     assert (second.mode, second.reason) == ("cold", Reason.RESTORE_FAILED)
-    await restored(box, "c")
+    await box.restored("c")
     box.hello(uid, "i3")
     await box.settle()
     third = box.files(uid).start
@@ -494,12 +479,7 @@ async def test_a_forged_restored_file_condemns_no_artifact_of_others(box: Box, t
 
 
 async def test_a_cold_server_that_changes_its_answer_condemns_what_was_captured_from_it(box: Box) -> None:
-    uid = box.add_pod("a")
-    box.add_content("art", "a")
-    box.hello(uid)
-    await box.settle()
-    box.ready(uid)
-    await box.settle()
+    uid = await box.at_barrier()
     box.serving(uid, oracle=ROME)
     await box.pods.settle(uid)
     assert box.ops.did[-1] == "end a"
@@ -525,7 +505,7 @@ async def test_verification_does_not_need_the_artifact_any_more(box: Box) -> Non
 
 async def test_a_container_restart_takes_the_verification_back(box: Box) -> None:
     box.add_content("art", "gone", captured=True)
-    uid = await restored(box)
+    uid = await box.restored()
     box.hello(uid, "i2")
     await box.settle()
     assert box.verified("b") == ("False", Reason.STARTING)
@@ -646,7 +626,7 @@ async def test_a_disk_that_refuses_the_ledger_is_not_the_artifacts_fault(box: Bo
     await box.contents.collect()
     box.start()
     assert [a.outcome for a in box.node.ledger.entry("art", "uid-art").attempts] == ["failed"]
-    await restored(box, "d")
+    await box.restored("d")
 
 
 @pytest.mark.parametrize("jump", [7200.0, -7200.0])
@@ -891,7 +871,7 @@ async def test_the_status_goes_on_where_a_replaced_disk_forgot(box: Box) -> None
     }
     box.sync()
     await box.settle()
-    await restored(box)
+    await box.restored()
     status = box.kube.objects["vllmsnapshotcontents", "", "art"]["status"]
     assert status["restores"] == {"succeeded": 5, "failed": 2, "consecutiveFailures": 0}
 
@@ -907,7 +887,7 @@ async def test_a_terminating_pod_is_left_alone(box: Box) -> None:
 @pytest.mark.parametrize("deleting", [True, False])
 async def test_a_server_that_waits_for_its_end_gets_it(box: Box, deleting: bool) -> None:
     box.add_content("art", "gone", captured=True)
-    uid = await restored(box)
+    uid = await box.restored()
     if deleting:
         box.kube.touch(box.pod("b"))["metadata"]["deletionTimestamp"] = objects.rfc3339(time.time())
         box.sync()
@@ -927,7 +907,7 @@ async def test_a_server_that_waits_for_its_end_gets_it(box: Box, deleting: bool)
 
 async def test_a_server_whose_gpu_is_not_let_go_is_tried_again_and_then_left_alone(box: Box) -> None:
     box.add_content("art", "gone", captured=True)
-    uid = await restored(box)
+    uid = await box.restored()
     box.ops.broken["retire"] = NodeError(Reason.GPU_STATE_LOST)
     box.put(uid, Ending(incarnation="i1", exit_code=0, timeout_s=7.5))
     for _ in range(2):
@@ -939,7 +919,7 @@ async def test_a_server_whose_gpu_is_not_let_go_is_tried_again_and_then_left_alo
 
 async def test_another_life_of_the_container_is_not_ended(box: Box) -> None:
     box.add_content("art", "gone", captured=True)
-    uid = await restored(box)
+    uid = await box.restored()
     box.put(uid, Ending(incarnation="i1", exit_code=0, timeout_s=7.5))
     view = box.pods.observe(uid)
     assert view is not None

@@ -288,30 +288,9 @@ def box(tmp_path: Path) -> Box:
     return Box(tmp_path)
 
 
-async def cold_and_captured(box: Box) -> str:
-    uid = box.add_pod("a")
-    box.add_content("art", "a")
-    box.hello(uid)
-    await box.settle()
-    box.ready(uid)
-    await box.settle()
-    box.serving(uid)
-    await box.settle()
-    return uid
-
-
-async def restored(box: Box) -> str:
-    uid = box.add_pod("b")
-    box.hello(uid)
-    await box.settle()
-    box.serving(uid)
-    await box.settle()
-    return uid
-
-
 async def test_a_cold_start_a_capture_and_a_restore_are_counted_once(box: Box) -> None:
-    await cold_and_captured(box)
-    await restored(box)
+    await box.cold_and_captured()
+    await box.restored()
     for _ in range(3):
         await box.settle()  # as a resync does
     found = scrape(box.node.metrics)
@@ -334,8 +313,8 @@ async def test_a_cold_start_a_capture_and_a_restore_are_counted_once(box: Box) -
 
 
 async def test_another_agent_counts_nothing_that_was_counted_before(box: Box) -> None:
-    await cold_and_captured(box)
-    await restored(box)
+    await box.cold_and_captured()
+    await box.restored()
     box.start()
     await box.settle()
     found = scrape(box.node.metrics)
@@ -344,8 +323,8 @@ async def test_another_agent_counts_nothing_that_was_counted_before(box: Box) ->
 
 
 async def test_a_crashed_engine_that_is_restored_again_is_another_start(box: Box) -> None:
-    await cold_and_captured(box)
-    uid = await restored(box)
+    await box.cold_and_captured()
+    uid = await box.restored()
     box.hello(uid, "i2")
     await box.settle()
     box.serving(uid, "i2")
@@ -380,7 +359,7 @@ async def test_failures_are_counted_with_their_reason(box: Box) -> None:
 
 
 async def test_a_wrong_answer_is_a_failed_restore(box: Box) -> None:
-    await cold_and_captured(box)
+    await box.cold_and_captured()
     uid = box.add_pod("b")
     box.hello(uid)
     await box.settle()
@@ -392,7 +371,7 @@ async def test_a_wrong_answer_is_a_failed_restore(box: Box) -> None:
 
 
 async def test_a_pod_deleted_during_its_restore_is_nobodys_failure(box: Box) -> None:
-    await cold_and_captured(box)
+    await box.cold_and_captured()
     uid = box.add_pod("b")
     box.hello(uid)
     await box.settle()
