@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
 import yaml
 
-from tests.cluster import build, cache, debian, images, oci
+from tests.cluster import build, cache, images, oci
 from tests.cluster.cluster import Cluster
 from tests.cluster.progress import Progress
 
@@ -25,14 +24,6 @@ _ADAPTER_IMAGE: Final = "vllmsnapshot.local/prometheus-adapter:0.12.0"
 def prepare(progress: Progress) -> list[oci.Image]:
     """Build both images, as far as they are not in the cache."""
     return [*images.build_all(["prometheus"], progress), _adapter_image(progress)]
-
-
-def promtool(progress: Progress) -> Path:
-    """The program that checks rules, for use on this machine."""
-    recipe = replace(images.RECIPES["prometheus"], arguments={"RESULT": "files"})
-    base = debian.base_image(progress)
-    key = cache.digest(images.ROOT / recipe.dockerfile, base.digest)
-    return cache.publish("prometheus", key, images.files_of(recipe, base, progress)) / "promtool"
 
 
 def install(cluster: Cluster, progress: Progress) -> None:

@@ -60,9 +60,6 @@ def answer(image: str) -> Oracle:
     return Oracle(token_ids=[len(image), *image.encode()[:8]], text=f" {image}", sampled_token_logprob=-0.25)
 
 
-WRONG = Oracle(token_ids=[0], text=" wrong", sampled_token_logprob=-9.0)
-
-
 class Leave(Exception):  # noqa: N818 - not an error
     """PID 1 exits with this code."""
 

@@ -1,6 +1,5 @@
-# Prometheus and promtool from Debian, for tests. RESULT=files: the two programs alone, for use on this machine.
+# Prometheus from Debian, for tests.
 ARG BASE=debian:bookworm-slim
-ARG RESULT=image
 
 FROM ${BASE} AS fetch
 # A machine's own apt settings (a proxy, say): `--secret id=apt-conf,src=…`, or nothing.
@@ -14,11 +13,6 @@ apt-get download -q -o APT::Sandbox::User=root prometheus
 dpkg -x prometheus_*.deb /fetched
 SCRIPT
 
-FROM scratch AS files
-COPY --from=fetch /fetched/usr/bin/prometheus /fetched/usr/bin/promtool /
-
-FROM ${BASE} AS image
+FROM ${BASE}
 COPY --from=fetch /fetched/usr/bin/prometheus /usr/bin/prometheus
 ENTRYPOINT ["/usr/bin/prometheus"]
-
-FROM ${RESULT}

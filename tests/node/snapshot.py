@@ -207,10 +207,6 @@ class Snapshot:
         wrong = {uid: answers - set(allowed) for uid, answers in self.seen.answers.items() if answers - set(allowed)}
         assert not wrong, f"wrong answers: {wrong}, allowed: {allowed}"
 
-    def cold_reasons(self, uid: str) -> set[str]:
-        """Every reason for which this pod ever started cold."""
-        return {r.reason for r in self.seen.reports(uid) if r.start == c.START_COLD}
-
     async def verified_reason(self, name: str) -> str | None:
         """The reason of the readiness gate."""
         return condition(await self.pod(name), c.CONDITION_VERIFIED, "reason")

@@ -11,7 +11,7 @@ import secrets
 import signal
 import sys
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Annotated, Any
@@ -23,7 +23,7 @@ from rich.text import Text
 
 from .. import __version__
 from ..api import constants as c
-from ..api.types import RecapturePhase, VerificationOutcome
+from ..api.types import RecapturePhase, Toggle, VerificationOutcome
 from ..kube import CONTENTS, NODES, PODS, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube, Object
 from ..world import Content, controlled_by
 from . import artifacts, bench, describe, doctor, plot, status
@@ -121,7 +121,7 @@ async def snapshot(opened: Session, name: str) -> Object:
 async def captured(opened: Session, name: str) -> Object:
     """The snapshot of that name; CliError also if it is never captured."""
     found = await snapshot(opened, name)
-    if ((found.get("spec") or {}).get("capture") or {}).get("policy") == "Disabled":
+    if ((found.get("spec") or {}).get("capture") or {}).get("policy") == Toggle.DISABLED:
         raise CliError(Exit.USAGE, f"{name} is not captured: spec.capture.policy is Disabled")
     return found
 
@@ -226,7 +226,7 @@ def _live(out: Any, output: Format) -> Any:
 
 @app.command("describe")
 def describe_command(
-    snapshot_name: Annotated[str, typer.Argument(metavar="NAME", help="Name of a VLLMSnapshot.", show_default=False)],
+    snapshot_name: SnapshotName,
     output: Output = Format.TABLE,
     watch: Watch = False,
     namespace: Namespace = "",
@@ -241,7 +241,7 @@ def describe_command(
         labels = f"{c.LABEL_SNAPSHOT_UID}={uid}"
         pods, contents = await asyncio.gather(
             opened.kube.list(PODS, opened.namespace, labels=labels),
-            opened.allowed(_optional(opened.kube.list(CONTENTS, labels=labels)), None),
+            opened.allowed(opened.kube.list(CONTENTS, labels=labels)),
         )
         return describe.Facts(obj, [item for item in pods if controlled_by(item, uid)], contents)
 
@@ -273,10 +273,6 @@ def describe_command(
                     sys.stdout.flush()
 
     run(Target(kubeconfig, context, namespace), work)
-
-
-async def _optional(doing: Coroutine[Any, Any, list[Object]]) -> list[Object] | None:
-    return await doing
 
 
 # --- artifacts -------------------------------------------------------------------------------------------------------
@@ -445,7 +441,7 @@ def artifacts_gc(
         snapshots, pods, nodes, reports = await asyncio.gather(
             kube.list(SNAPSHOTS, where),
             kube.list(PODS, where, labels=f"{c.LABEL_MANAGED_BY}={c.MANAGED_BY},{c.LABEL_ROLE}={c.ROLE_REPLICA}"),
-            opened.allowed(_optional(kube.list(NODES)), None),
+            opened.allowed(kube.list(NODES)),
             kube.list(SNAPSHOT_NODES),
         )
         found = artifacts.garbage(snapshots, contents, pods, nodes, reports)

@@ -38,13 +38,13 @@ class Session:
     namespace: str
     context: str = ""
 
-    async def allowed(self, doing: Awaitable[T], default: T) -> T:
-        """What a request gives, or the default where the caller has no right to it."""
+    async def allowed(self, doing: Awaitable[T]) -> T | None:
+        """What a request gives, or None where the caller has no right to it."""
         try:
             return await doing
         except ApiError as e:
             if e.status == 403:
-                return default
+                return None
             raise
 
 
