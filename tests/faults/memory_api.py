@@ -13,7 +13,6 @@ import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from datetime import UTC, datetime
 from typing import Any, TypeVar, cast
 
 from vllmsnapshot.kube import (
@@ -30,6 +29,7 @@ from vllmsnapshot.kube import (
     Resource,
     WatchEvent,
 )
+from vllmsnapshot.objects import rfc3339
 
 from .points import Points
 
@@ -316,11 +316,6 @@ class Server:
             except (KeyError, IndexError) as e:
                 raise ApiError(422, "Invalid", f"{call}: {operation['op']} {operation['path']} failed") from e
         return self._commit(key, new, "patch")
-
-
-def rfc3339(seconds: float) -> str:
-    """API time."""
-    return datetime.fromtimestamp(int(seconds), UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
 def matches(obj: Object, labels: str | None, fields: str | None) -> bool:

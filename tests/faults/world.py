@@ -38,12 +38,12 @@ from vllmsnapshot.controller.app import RESYNC, Operator, Options
 from vllmsnapshot.controller.reconcile import Reconciler
 from vllmsnapshot.environment import LAYERS
 from vllmsnapshot.kube import CONTENTS, NODES, PODS, SERVICES, SNAPSHOTS, Object
-from vllmsnapshot.objects import is_true
+from vllmsnapshot.objects import is_true, rfc3339
 from vllmsnapshot_child import init, machine, procs, protocol
 from vllmsnapshot_child.machine import Act, Look
 from vllmsnapshot_child.protocol import Oracle, Ready, Release, Serving
 
-from .memory_api import Change, Client, Faults, Server, rfc3339
+from .memory_api import Change, Client, Faults, Server
 from .points import Points, Stopped, acting, actor, lose_unsynced, patched
 from .virtual import Inline
 
