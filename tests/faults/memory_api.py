@@ -150,7 +150,10 @@ class Server:
             obj.pop("status", None)
         if resource == PODS:
             obj.setdefault("status", {}).setdefault("phase", "Pending")
-        return self._commit(key, obj, "create")
+        made = self._commit(key, obj, "create")
+        for ref in meta.get("ownerReferences") or []:
+            self._collect(ref["uid"])  # created for an owner that has gone: the collector finds it as well
+        return made
 
     def delete(
         self, resource: Resource, name: str, namespace: str = "", *, uid: str | None = None, grace: int | None = None
@@ -267,7 +270,11 @@ class Server:
         uid = body["metadata"].get("uid")
         if live is None:
             if call.subresource or uid is not None:
-                raise ApiError(409 if uid is not None else 404, "Conflict", f"{call}: uid mismatch: there is no such object")
+                raise (
+                    ApiError(404, "NotFound", str(call))
+                    if call.subresource
+                    else ApiError(409, "Conflict", f"{call}: uid mismatch")
+                )
             made = clone(body)
             made["metadata"].setdefault("namespace", call.namespace) if call.resource.namespaced else None
             made = self.post(call.resource, made)

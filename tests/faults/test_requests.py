@@ -79,6 +79,39 @@ def lab() -> Lab:
     return Lab()
 
 
+@pytest.mark.parametrize("successor", [False, True])
+async def test_a_claim_that_vanishes_during_a_pass_is_no_failure(successor: bool) -> None:
+    """Whichever write meets it, with or without a successor of its name: pending work, which the next pass finds done or new."""
+    writes = await _pass_in_which_it_vanishes(Lab(), None, successor)
+    assert writes > 2
+    for at in range(writes):
+        lab = Lab()
+        await _pass_in_which_it_vanishes(lab, at, successor)
+        await lab.step(2)
+        assert len(lab.pods) == successor
+
+
+async def _pass_in_which_it_vanishes(lab: Lab, at: int | None, successor: bool) -> int:
+    """The first pass over a claim, which goes, forced, before write number `at`; how many writes were asked for."""
+    lab.apply()
+    writes = 0
+
+    def vanish(call: Call) -> None:
+        nonlocal writes
+        if call.writes:
+            if writes == at:
+                lab.server.edit(SNAPSHOTS, KEY[1], KEY[0], lambda x: x["metadata"].update(finalizers=[]))
+                lab.server.delete(SNAPSHOTS, KEY[1], KEY[0])
+                if successor:
+                    lab.apply()
+            writes += 1
+
+    lab.refuse = vanish
+    await lab.step()
+    lab.refuse = lambda _: None
+    return writes
+
+
 def denied(method: str, plural: str, status: int = 403, message: str = 'admission webhook "x" denied the request') -> Any:
     """Refuses one kind of request."""
 

@@ -41,6 +41,15 @@ class Reconciler:
 
     async def reconcile(self, key: Key) -> float | None:
         """One pass. Returns seconds until the next one is due without an event. Raises Wait and ApiError to be retried."""
+        try:
+            return await self._pass(key)
+        except ApiError as e:
+            # The claim or what belongs to it has gone, or has a successor, since it was observed: no failure, look again.
+            if e.conflict or e.status == 404:
+                raise Wait(str(e)) from e
+            raise
+
+    async def _pass(self, key: Key) -> float | None:
         # 1. Observe: live, from the API server.
         seen = await self.observer.claim(key)
         if seen is None:
