@@ -14,7 +14,7 @@ import contextlib
 import re
 import sys
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Set
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -221,8 +221,7 @@ async def _answered(system: System, replica: Replica) -> float:
 
 async def _scaled_up(system: System, seen: Seen, timeline: Timeline, first: Object) -> list[Replica]:
     """Wait until all replicas are Ready and the new ones have answered requests; the new ones, the oldest first."""
-    await system.wait_ready(NAME, MAX_REPLICAS)
-    new = sorted((r for r in seen.replicas.values() if r.uid != first["metadata"]["uid"]), key=lambda r: r.created)
+    new = await _up(system, seen, MAX_REPLICAS, {first["metadata"]["uid"]}, 300)
     timeline.say(f"{MAX_REPLICAS} replicas are Ready")
     before = {replica.uid: await _answered(system, replica) for replica in new}
 
@@ -232,6 +231,22 @@ async def _scaled_up(system: System, seen: Seen, timeline: Timeline, first: Obje
     await system.until("the new replicas to answer requests", taking_part, 120)
     timeline.say(f"each new replica has answered {ENOUGH} requests or more that came to the Service")
     return new
+
+
+async def _up(system: System, seen: Seen, replicas: int, known: Set[str], limit_s: float) -> list[Replica]:
+    """Wait until so many are Ready, and the watchers, each of which lags as it will, have written down all that the figures
+    are made of; those of them that are not `known`, the oldest first."""
+
+    async def probe() -> list[Replica] | None:
+        pods = await system.replicas(NAME)
+        up = [seen.replicas[uid] for pod in pods if (uid := pod["metadata"]["uid"]) in seen.ready]
+        if len(up) != len(pods) or len(up) != replicas or any(r.first_token is None for r in up):
+            return None
+        if not seen.wanted or seen.wanted[-1][1] != replicas:
+            return None
+        return sorted((r for r in up if r.uid not in known), key=lambda r: r.created)
+
+    return await system.until(f"{replicas} replicas to be Ready and to answer", probe, limit_s)
 
 
 async def _scaled_down(system: System) -> None:
@@ -252,11 +267,7 @@ async def _from_zero(system: System, seen: Seen, timeline: Timeline) -> dict[str
     began = time.monotonic()
     system.scale(NAME, 1)
 
-    async def answers() -> Replica | None:
-        return next((r for uid, r in seen.replicas.items() if uid not in known and r.first_token), None)
-
-    replica = await system.until("the first replica to answer", answers, 120)
-    await system.wait_ready(NAME, 1)
+    (replica,) = await _up(system, seen, 1, known, 120)
     figures = _figures(seen, replica, began, seen.wanted_at(1, began))
     timeline.say(f"0 → 1: {figures['serving_s']:.2f} s from kubectl scale to the first token, {figures['start']}")
     return figures

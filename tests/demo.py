@@ -61,7 +61,8 @@ async def run(backend: Backend) -> dict[str, Any]:
             system.scale(NAME, 3)
             timeline.say("kubectl scale vsnap/smollm2 --replicas=3")
             await _serving(system, seen, 3, timeline, 300)
-            await system.wait_ready(NAME, 3)
+            for pod in await system.wait_ready(NAME, 3):
+                seen[pod["metadata"]["uid"]].pod = pod  # the watch may be behind
             timeline.say("all replicas Ready")
 
             ordered = sorted(seen.values(), key=lambda r: r.created)
