@@ -294,8 +294,6 @@ class Observed:
         then, now = content.status.environment or {}, self.environments.get(content.node) or {}
         if not then or not now:
             return None
-        if not environment.of_device(then):
-            now = {name: fact for name, fact in now.items() if not name.startswith(environment.DEVICE)}
         if not (found := environment.differences(then, now)):
             return None
         name, before, after = found[0]

@@ -145,7 +145,8 @@ class Container:
         self.world = world
         self.pod = pod
         self.uid: str = pod["metadata"]["uid"]
-        self.image: str = pod["spec"]["containers"][0]["image"]
+        image: str = pod["spec"]["containers"][0]["image"]
+        self.image = world.moved.get(image, image)
         self.control = control_path(world.kubelet_dir(pod["spec"]["nodeName"]), self.uid)
         self.engines: list[Engine] = []
         self.signals: list[int] = []
@@ -335,6 +336,8 @@ class SimOps(LocalOps):
                 raise RestoreError(Reason.ENGINE_RUNNING, "another engine runs in the container")
             try:
                 wanted()
+                if artifact.manifest.environment[LAYERS] != container.image:
+                    raise RestoreError(Reason.IDENTITY_MISMATCH, f"{LAYERS}: another image")
                 artifact.verify()
                 with self.store.work_dir():
                     self.points.meet("criu restore")
@@ -375,7 +378,6 @@ class SimOps(LocalOps):
                 memory_bytes=size,
                 disk_bytes=size,
                 environment={"kernelRelease": self.world.kernel, LAYERS: container.image},
-                cpu_flags=[],
                 mapped=[],
                 files=files,
                 phases={"total": 1.0},
@@ -536,6 +538,8 @@ class World:
         self.wall = 0.0
         """How far somebody has set the clock."""
         self.boot = 1
+        self.moved: dict[str, str] = {}
+        """What stands behind a tag, where that is not what it says."""
         self.loop.set_task_factory(self._make_task)
 
     # --- time, places ---

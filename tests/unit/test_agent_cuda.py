@@ -31,7 +31,7 @@ from vllmsnapshot.agent.containers import Container, Process
 from vllmsnapshot.agent.criu import Criu
 from vllmsnapshot.agent.cuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Cuda, Limits
 from vllmsnapshot.agent.errors import AgentError, CaptureError, RestoreError
-from vllmsnapshot.agent.identity import Node, compare_node
+from vllmsnapshot.agent.identity import compare_node
 from vllmsnapshot.agent.local import LocalOps
 from vllmsnapshot.agent.store import Manifest
 from vllmsnapshot.api.constants import Reason
@@ -280,8 +280,8 @@ def test_facts(gpu: Gpu) -> None:
         "gpuMig": "False",
     }
     # The UUID is a preference: a different one forbids nothing.
-    assert compare_node({**facts, **RECORDED}, [], Node(environment=facts)) == []
-    assert compare_node({**facts, "gpuDriver": "590"}, [], Node(environment=facts)) == ["gpuDriver: 580.95.05 instead of 590"]
+    assert compare_node({**facts, **RECORDED}, facts) == []
+    assert compare_node({**facts, "gpuDriver": "590"}, facts) == ["gpuDriver: 580.95.05 instead of 590"]
 
 
 # --- every call, every failure ---------------------------------------------------------------------------------------

@@ -92,6 +92,7 @@ def test_the_newest_usable_artifact_is_taken() -> None:
         ((replace(ART, failed=True),), Reason.NO_ARTIFACT),
         ((replace(ART, quarantined="bad"), replace(ORDER, source_uid="uid-c")), Reason.ARTIFACT_QUARANTINED),
         ((replace(ART, present=False),), Reason.ARTIFACT_MISSING),
+        ((replace(ART, stale="kernelRelease: 7.0 instead of 6.18"),), Reason.IDENTITY_MISMATCH),
         ((replace(ART, deleting=True),), Reason.NO_ARTIFACT),
         ((replace(ART, node="elsewhere"),), Reason.NO_ARTIFACT),
     ],
@@ -172,6 +173,16 @@ def test_require(candidate: Candidate | None, hello: dict[str, str], mode: str) 
         hello=Hello(incarnation=WORD, failed_restores=hello),
     )
     assert choose(v).mode == mode
+
+
+def test_require_lets_a_replica_start_cold_where_the_node_has_moved_away_from_the_artifact() -> None:
+    """It would never come up: nothing is tried, so nothing fails, so nothing is captured anew."""
+    v = view(
+        candidates=(replace(ART, stale="gpuDriver: 2 instead of 1"),), settings=PodSettings(restore_policy=RestorePolicy.REQUIRE)
+    )
+    start = choose(v)
+    assert (start.mode, start.attended, start.reason) == ("cold", True, Reason.IDENTITY_MISMATCH)
+    assert "gpuDriver" in start.message
 
 
 def test_an_incapable_node_starts_cold_without_a_barrier() -> None:

@@ -13,19 +13,20 @@ import pytest
 from vllmsnapshot import environment
 from vllmsnapshot.agent import identity
 from vllmsnapshot.agent.containers import Container, Mount, parse_mountinfo
-from vllmsnapshot.agent.identity import Node, compare_node
+from vllmsnapshot.agent.identity import compare_node
+from vllmsnapshot.api import constants as c
 
 HERE = {
     environment.KERNEL: "6.1",
     environment.MACHINE: "x86_64",
     environment.CRIU: "4.2.1 a",
     environment.BOOT: "b1",
-    environment.CPU_FLAGS: "f1",
+    environment.CPU_FLAGS: "sse",
 }
 
 
 def test_equal_nodes() -> None:
-    assert compare_node(HERE, ["sse"], Node(environment=HERE, cpu_flags=["sse"])) == []
+    assert compare_node(HERE, HERE) == []
 
 
 @pytest.mark.parametrize(
@@ -33,21 +34,30 @@ def test_equal_nodes() -> None:
     [
         ({environment.KERNEL: "6.2"}, "kernelRelease: 6.2 instead of 6.1"),
         ({environment.CRIU: "4.2.1 b"}, "criu: 4.2.1 b instead of 4.2.1 a"),
-        ({"gpuModel": "H100"}, "gpuModel: H100 instead of none"),
+        ({"page": "64K"}, "page: 64K instead of none"),
     ],
 )
 def test_a_difference_is_named(change: dict[str, str], words: str) -> None:
-    assert compare_node(HERE, ["sse"], Node(environment={**HERE, **change}, cpu_flags=["sse"])) == [words]
+    assert compare_node(HERE, {**HERE, **change}) == [words]
 
 
 def test_boot_and_more_cpu_flags_do_not_matter() -> None:
-    there = {**HERE, environment.BOOT: "b2", environment.CPU_FLAGS: "f2", environment.CPU: "another"}
-    assert compare_node(HERE, ["sse"], Node(environment=there, cpu_flags=["sse", "avx"])) == []
+    there = {**HERE, environment.BOOT: "b2", environment.CPU_FLAGS: "avx sse", environment.CPU: "another"}
+    assert compare_node(HERE, there) == []
 
 
 def test_missing_cpu_flags_are_named() -> None:
-    found = compare_node(HERE, ["sse", "avx512f", "amx_tile"], Node(environment=HERE, cpu_flags=["sse"]))
-    assert found == ["cpuFlags: this CPU lacks amx_tile avx512f"]
+    found = compare_node({**HERE, environment.CPU_FLAGS: "amx_tile avx512f sse"}, HERE)
+    assert found == ["cpuFlags: none of them instead of amx_tile avx512f"]
+    many = " ".join(f"f{n:02}" for n in range(20))
+    assert compare_node({**HERE, environment.CPU_FLAGS: many}, HERE) == [
+        "cpuFlags: none of them instead of f00 f01 f02 f03 f04 f05 f06 f07 ..."
+    ]
+
+
+def test_a_side_that_does_not_tell_its_flags_says_nothing_of_them() -> None:
+    silent = {k: x for k, x in HERE.items() if k != environment.CPU_FLAGS}
+    assert compare_node(HERE, silent) == compare_node(silent, HERE) == []
 
 
 def test_flags_that_only_some_cpus_have_do_not_count(tmp_path: Path) -> None:
@@ -58,10 +68,9 @@ def test_flags_that_only_some_cpus_have_do_not_count(tmp_path: Path) -> None:
 def test_the_node_facts_of_this_machine(tmp_path: Path) -> None:
     (tmp_path / "criu").write_text("program")
     facts = identity.node_facts("4.2.1", tmp_path / "criu", accelerator={"gpuDriver": "1"})
-    assert facts.environment["gpuDriver"] == "1"
-    assert facts.cpu_flags
-    assert len(facts.environment[environment.CPU_FLAGS]) < 64
-    assert all(len(v) <= 1024 for v in facts.environment.values()), "the API's limit"
+    assert facts["gpuDriver"] == "1"
+    assert facts[environment.CPU_FLAGS].split()
+    assert all(len(v) <= c.FACT_LENGTH for v in facts.values()), "the API's limit"
 
 
 def test_mapped_paths() -> None:

@@ -260,7 +260,7 @@ def test_nonsense_in_annotations_is_as_good_as_nothing(text: str | None) -> None
 def test_a_content_that_cannot_be_read_is_none() -> None:
     obj = content_object("art", "a")
     del obj["spec"]["identity"]
-    assert facts.candidate(obj, None, Entry(uid="u")) is None
+    assert facts.candidate(obj, None, Entry(uid="u"), {}) is None
 
 
 @pytest.mark.parametrize(

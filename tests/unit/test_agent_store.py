@@ -38,7 +38,6 @@ def manifest(draft: Draft, content: str, **changes: Any) -> Manifest:
         memory_bytes=5,
         disk_bytes=size,
         environment={"kernelRelease": "6.1"},
-        cpu_flags=["sse"],
         mapped=[FileFact(path="/lib/a.so", size=1, mtime_ns=2, image=True)],
         files=files,
         extra={"oracle": {"text": " Paris"}},

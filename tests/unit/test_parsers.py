@@ -39,7 +39,6 @@ GOOD: dict[str, Any] = {
     "memory_bytes": 1,
     "disk_bytes": 1,
     "environment": {"kernelRelease": "6"},
-    "cpu_flags": ["avx"],
     "mapped": [{"path": "/lib/x", "size": 1, "mtime_ns": 1, "image": True, "digest": None}],
     "files": {"images/x": {"size": 1, "digest": "d"}},
     "phases": {"criu": 1.0},

@@ -304,6 +304,31 @@ def test_gpus_matter_to_what_was_captured_from_one(then: dict[str, str], now: di
     assert shown(made, c.STALE)[0] == ("True" if stale else "False")
 
 
+def test_a_cpu_that_can_less_voids_what_one_that_can_more_made() -> None:
+    old = captured(status=VLLMSnapshotContentStatus(environment={"cpuFlags": "amx_tile avx512f sse"}))
+
+    def stale(flags: str) -> tuple[str, str]:
+        made = compute(see(contents=(old,), environments={"node": {"cpuFlags": flags}}))
+        return conditions(made)[c.STALE].status, conditions(made)[c.STALE].message
+
+    assert stale("amx_tile avx512f avx10 sse")[0] == "False"
+    found, message = stale("avx512f sse")
+    assert found == "True"
+    assert "cpuFlags was 'amx_tile' at capture and is 'none of them' on node" in message
+
+
+def test_an_image_that_moved_on_is_stale_until_replacing_the_artifact_was_in_vain() -> None:
+    def old(n: int) -> Content:
+        return captured(f"c{n}", quarantined=True, reason=R.IDENTITY_MISMATCH, message="imageLayers: b instead of a")
+
+    made = compute(see(contents=(old(0),)))
+    assert shown(made, c.STALE) == ("True", R.IDENTITY_MISMATCH)
+    assert "imageLayers" in conditions(made)[c.STALE].message
+    assert shown(made, c.DEGRADED)[0] == "False"
+    made = compute(see(contents=(old(0), old(1), old(2))), capture={"retries": 2})
+    assert shown(made, c.DEGRADED) == ("True", R.ARTIFACT_QUARANTINED)
+
+
 def test_a_reboot_voids_nothing() -> None:
     old = captured(status=VLLMSnapshotContentStatus(environment={"bootId": "1", "kernelRelease": "6.18"}))
     made = compute(see(contents=(old,), environments={"node": {"bootId": "2", "kernelRelease": "6.18"}}))
@@ -317,11 +342,14 @@ def test_operator_and_agent_compare_the_same_facts() -> None:
 
     of_gpus = (cuda.DRIVER_VERSION, cuda.CUDA_API, cuda.PRODUCT, cuda.COMPUTE_CAPABILITY, cuda.MEMORY, cuda.MIG)
     assert all(name.startswith(environment.DEVICE) for name in of_gpus)
-    then = dict.fromkeys((*of_gpus, *environment.NOT_COMPARED, environment.KERNEL, environment.CRIU, environment.MACHINE), "1")
+    then = dict.fromkeys(
+        (*of_gpus, *environment.NOT_COMPARED, environment.CPU_FLAGS, environment.KERNEL, environment.CRIU, environment.MACHINE),
+        "1",
+    )
     old = captured(status=VLLMSnapshotContentStatus(environment=then))
     for name in then:
         now = then | {name: "2"}
-        refused = identity.compare_node(then, [], identity.Node(environment=now))
+        refused = identity.compare_node(then, now)
         stale = see(contents=(old,), environments={"node": now}).stale(old)
         assert (stale is not None) == bool(refused) == (name not in environment.NOT_COMPARED)
 

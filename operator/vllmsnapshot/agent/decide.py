@@ -74,6 +74,7 @@ class Candidate:
     quarantined: str = ""
     deleting: bool = False
     present: bool = False  # its files are in the store, complete
+    stale: str = ""  # the fact of the node that is not what it was at the capture
     capture_failed: bool = False  # noted in the ledger, perhaps not yet in the status
     foreign: bool = False
     captured_at: str = ""
@@ -496,6 +497,9 @@ def _unusable(v: View, x: Candidate) -> tuple[str, str] | None:
         return Reason.CAPTURE_IN_PROGRESS, f"{x.name} is being captured"
     if not x.present:
         return Reason.ARTIFACT_MISSING, f"the files of {x.name} are not in the store"
+    if x.stale:
+        # Known before anything is tried, and no failure of the artifact: the node may become again what it was.
+        return Reason.IDENTITY_MISMATCH, f"{x.name}: {x.stale}"
     if x.oracle is None:
         return Reason.ARTIFACT_CORRUPT, f"{x.name} has no recorded answer"
     failure = v.files.hello.failed_restores.get(x.name)
@@ -538,7 +542,7 @@ def _otherwise(v: View, reason: str, message: str) -> Start:
     """Not restored: cold, or refused where the policy says that an artifact which exists must be used."""
     if v.pod.settings.restore_policy == RestorePolicy.REQUIRE:
         fitting = [x for x in v.candidates if x.belongs(v.pod, v.node)]
-        if any(x.captured and x.present and not x.quarantined and not x.deleting for x in fitting):
+        if any(x.captured and x.present and not (x.quarantined or x.stale or x.deleting) for x in fitting):
             # The operator replaces a pod that says so: the word must reach it.
             why = reason if reason in DISCARD else Reason.RESTORE_REQUIRED
             return _start(v, "refuse", why, f"{reason}: {message}")

@@ -9,6 +9,7 @@ from pydantic import ValidationError
 
 from ..api import constants as c
 from ..api.types import PodReport, PodSettings, VLLMSnapshotContentSpec, VLLMSnapshotContentStatus
+from ..environment import differences
 from ..objects import Object, condition, is_true, timestamp
 from .decide import INIT_DECISION_TIMEOUT_S, Candidate, Pod
 from .ledger import Entry
@@ -161,8 +162,9 @@ def recorded(obj: Object, stored: Stored) -> bool:
     return artifact is None or artifact.digest == stored.digest
 
 
-def candidate(obj: Object, stored: Stored | None, entry: Entry) -> Candidate | None:
-    """A content as API, store and ledger describe it; None where its spec cannot be read.
+def candidate(obj: Object, stored: Stored | None, entry: Entry, here: Mapping[str, str]) -> Candidate | None:
+    """A content as API, store and ledger describe it; None where its spec cannot be read. `here`: facts of this node, empty where
+    they are not known.
 
     The files count only if they are those of this very object: a recreated content of the same name has none.
     """
@@ -171,6 +173,7 @@ def candidate(obj: Object, stored: Stored | None, entry: Entry) -> Candidate | N
         return None
     meta = obj["metadata"]
     mine = stored if stored is not None and stored.content_uid in ("", meta["uid"]) and recorded(obj, stored) else None
+    moved = differences(mine.environment, here) if mine is not None and mine.environment and here else []
     quarantined = condition(obj, c.QUARANTINED)
     why = f"{quarantined.get('reason')}: {quarantined.get('message')}" if quarantined.get("status") == "True" else ""
     if not why and entry.quarantined is not None:
@@ -188,6 +191,7 @@ def candidate(obj: Object, stored: Stored | None, entry: Entry) -> Candidate | N
         quarantined=why,
         deleting="deletionTimestamp" in meta,
         present=mine is not None,
+        stale=str(moved[0]) if moved else "",
         capture_failed=entry.capture_failed is not None,
         foreign=mine is not None and mine.foreign,
         captured_at=mine.captured_at if mine is not None else "",

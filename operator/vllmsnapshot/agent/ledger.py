@@ -34,8 +34,9 @@ SPEEDS = "_restores.json"
 SPEEDS_KEPT = 16
 """Restores that count for the node's throughput: enough to even out one that met another load, few enough to follow a new disk."""
 
-QUARANTINE_AT_ONCE = (Reason.CANARY_MISMATCH, Reason.ARTIFACT_CORRUPT)
-"""Failures that prove the artifact bad: no second try."""
+QUARANTINE_AT_ONCE = (Reason.CANARY_MISMATCH, Reason.ARTIFACT_CORRUPT, Reason.IDENTITY_MISMATCH)
+"""Failures that prove that the artifact cannot be used: no second try. The last is found by comparing files, layers and facts, and
+the same comparison gives the same answer: the replica that met it is captured anew instead of the third one after it."""
 
 NOT_THE_ARTIFACT = (
     Reason.INSUFFICIENT_MEMORY,

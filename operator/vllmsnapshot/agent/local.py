@@ -63,13 +63,13 @@ class LocalOps:
         try:
             version = self._criu.version()
             accelerator = cuda.describe(seen.facts) if seen.facts is not None else {}
-            node = identity.node_facts(version, self._criu.program, accelerator=accelerator, proc=self._proc)
+            facts = identity.node_facts(version, self._criu.program, accelerator=accelerator, proc=self._proc)
             usage = self.store.usage()
         except (OSError, CriuError, StoreError) as e:
             return replace(health, capable=False, message=message or str(e))
         return replace(
             health,
-            environment=dict(node.environment),
+            environment=facts,
             boot_id=boot_id(),
             store_bytes_used=usage.used,
             store_bytes_free=usage.free,

@@ -128,7 +128,8 @@ class Node:
         found = []
         for obj in self.contents.all():
             meta = obj["metadata"]
-            item = facts.candidate(obj, self.stored.get(meta["name"]), self.ledger.entry(meta["name"], meta["uid"]))
+            entry = self.ledger.entry(meta["name"], meta["uid"])
+            item = facts.candidate(obj, self.stored.get(meta["name"]), entry, self.health.environment)
             if item is not None and item.node == self.name:
                 found.append(item)
         return tuple(found)

@@ -28,6 +28,7 @@ from ..api.types import (
     VLLMSnapshotNodeStatus,
     duration,
 )
+from ..environment import CPU_FLAGS
 from ..objects import micro_time, rfc3339
 from .decide import View, on_trust, restoring, verdict
 from .ledger import Entry
@@ -267,7 +268,7 @@ def content_status(
             weights_reason=stored.weights_reason[:1024] or None,
         )
         phases = {str(k)[:63]: duration(x) for k, x in list(stored.phases.items())[:32]}
-        environment = {str(k)[:63]: str(x)[:1024] for k, x in list(stored.environment.items())[:64]}
+        environment = _facts(stored.environment)
     if entry.quarantined is not None:
         _set(conditions, c.QUARANTINED, entry.quarantined.reason, entry.quarantined.message, now)
     elif lost:
@@ -288,6 +289,12 @@ def content_status(
         restores=restores,
         verification=verification or old.verification,
     )
+
+
+def _facts(found: Mapping[str, str]) -> dict[str, str]:
+    """Facts as the API takes them. A list of CPU flags that is too long is left out: half of it would be that of another CPU."""
+    told = {k: x for k, x in found.items() if k != CPU_FLAGS or len(x) <= c.FACT_LENGTH}
+    return {str(k)[:63]: str(x)[: c.FACT_LENGTH] for k, x in list(told.items())[:64]}
 
 
 def _set(conditions: dict[str, Condition], kind: str, reason: str, message: str, now: float) -> None:
@@ -335,7 +342,7 @@ def node_status(
         protocol_version=PROTOCOL_VERSION,
         boot_id=health.boot_id[:64] or None,
         checks=list(health.checks)[:64] or None,
-        environment={str(k)[:63]: str(x)[:1024] for k, x in list(health.environment.items())[:64]} or None,
+        environment=_facts(health.environment) or None,
         store_bytes_used=health.store_bytes_used,
         store_bytes_free=health.store_bytes_free,
         artifacts=[HeldArtifact(content=x.content, bytes=x.bytes) for x in sorted(artifacts, key=lambda x: x.content)[:1024]]

@@ -147,7 +147,7 @@ def _check_place(container: Container, manifest: Manifest, criu: Criu, accelerat
         )
     device = accelerator.facts() if environment.of_device(manifest.environment) else {}
     here = identity.node_facts(criu.version(), criu.program, accelerator=device)
-    differences = identity.compare_node(manifest.environment, manifest.cpu_flags, here)
+    differences = identity.compare_node(manifest.environment, here)
     if not differences:
         differences = identity.compare_image(manifest.environment, container)
     if not differences:

@@ -75,7 +75,6 @@ class Manifest:
     disk_bytes: int
     """What all files take on disk."""
     environment: dict[str, str]
-    cpu_flags: list[str]
     mapped: list[FileFact]
     files: dict[str, StoredFile]
     phases: dict[str, float] = field(default_factory=dict)
@@ -109,7 +108,6 @@ class Manifest:
             "staged": isinstance(self.staged, dict) and strings(self.staged),
             "bytes": count(self.memory_bytes) and count(self.disk_bytes),
             "environment": isinstance(self.environment, dict) and strings(self.environment),
-            "cpu_flags": isinstance(self.cpu_flags, list) and strings(self.cpu_flags),
             "files": all(count(x.size) and isinstance(x.digest, str) for x in self.files.values()),
             "mapped": all(isinstance(x.path, str) and count(x.size) and type(x.mtime_ns) is int for x in self.mapped),
             "phases": isinstance(self.phases, dict)

@@ -186,9 +186,9 @@ CONDITIONS: tuple[ConditionDoc, ...] = (
         kind="VLLMSnapshot",
         type=c.STALE,
         good="False",
-        true="An artifact no longer fits its node. It is taken again with the next cold start there.",
+        true="An artifact no longer fits its node or its image. It is taken again with the next cold start there.",
         false="Every artifact fits its node.",
-        reasons=(R.AS_EXPECTED, R.ENVIRONMENT_CHANGED),
+        reasons=(R.AS_EXPECTED, R.ENVIRONMENT_CHANGED, R.IDENTITY_MISMATCH),
     ),
     ConditionDoc(
         kind="VLLMSnapshotContent",
@@ -212,7 +212,7 @@ CONDITIONS: tuple[ConditionDoc, ...] = (
         good=None,
         true="The breaker is open: nothing is restored from the artifact any more.",
         false="Never written.",
-        reasons=(R.CANARY_MISMATCH, R.ARTIFACT_CORRUPT, R.FAILURE_BUDGET_SPENT, R.ARTIFACT_MISSING),
+        reasons=(R.CANARY_MISMATCH, R.ARTIFACT_CORRUPT, R.IDENTITY_MISMATCH, R.FAILURE_BUDGET_SPENT, R.ARTIFACT_MISSING),
     ),
     ConditionDoc(
         kind="VLLMSnapshotNode",

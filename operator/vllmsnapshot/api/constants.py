@@ -60,6 +60,10 @@ MANAGER_OPERATOR_UNATTENDED: Final = "vllmsnapshot-operator-unattended"
 MANAGER_AGENT: Final = "vllmsnapshot-agent"
 MANAGER_CLI: Final = "kubectl-vsnap"
 
+# --- limits ----------------------------------------------------------------------------------------------------------
+FACT_LENGTH: Final = 4096
+"""Of a fact about a node. The longest, the list of CPU flags, has 1500 characters on servers of 2025."""
+
 # --- pod -------------------------------------------------------------------------------------------------------------
 CONTAINER: Final = "engine"
 CONTROL_VOLUME: Final = "vllmsnapshot-control"

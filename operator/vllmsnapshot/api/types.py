@@ -67,6 +67,7 @@ class IntOrString:
 Name = Annotated[str, StringConstraints(min_length=1, max_length=253)]
 ShortText = Annotated[str, StringConstraints(max_length=1024)]
 Message = Annotated[str, StringConstraints(max_length=4096)]
+Fact = Annotated[str, StringConstraints(max_length=c.FACT_LENGTH)]
 Duration = Annotated[str, StringConstraints(max_length=32, pattern=r"^[0-9]+(\.[0-9]+)?s$")]
 Port = Annotated[int, Field(ge=1, le=65535)]
 
@@ -636,7 +637,7 @@ class VLLMSnapshotContentStatus(Model):
     artifact: ArtifactRecord | None = None
     phases: Annotated[dict[str, Duration] | None, Field(max_length=32)] = None
     environment: Annotated[
-        dict[str, Annotated[str, StringConstraints(max_length=1024)]] | None,
+        dict[str, Fact] | None,
         Field(max_length=64, description="Facts of the node and image that a restore compares."),
     ] = None
     restores: RestoreCounts | None = None
@@ -677,7 +678,7 @@ class VLLMSnapshotNodeStatus(Model):
     protocol_version: Annotated[int | None, Field(ge=0)] = None
     boot_id: Annotated[str, StringConstraints(max_length=64)] | None = None
     checks: Annotated[list[Check] | None, Field(max_length=64), ListMap("name")] = None
-    environment: Annotated[dict[str, Annotated[str, StringConstraints(max_length=1024)]] | None, Field(max_length=64)] = None
+    environment: Annotated[dict[str, Fact] | None, Field(max_length=64)] = None
     store_bytes_used: Annotated[int | None, Field(ge=0)] = None
     store_bytes_free: Annotated[int | None, Field(ge=0)] = None
     artifacts: Annotated[list[HeldArtifact] | None, Field(max_length=1024), ListMap("content")] = None

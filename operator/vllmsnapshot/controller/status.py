@@ -334,7 +334,8 @@ def _degraded(
             found.append(Problem(R.RESTORE_REQUIRED, f"replica {replica.name}: {replica.report.message}"))
     mine = [item for item in observed.contents if item.identity == identity and not item.deleting]
     for item in sorted(mine, key=lambda item: item.name):
-        if item.quarantined:
+        # What merely does not fit any more is Stale, until a replacement has been tried in vain.
+        if item.quarantined and not (outdated(item) and spent(observed, identity, item.node) <= spec.capture.retries):
             found.append(Problem(R.ARTIFACT_QUARANTINED, f"{item.name} on node {item.node}: {item.message}"))
     if spec.capture.policy == Toggle.ENABLED:
         for node in sorted({item.node for item in mine if item.failed}):
@@ -350,15 +351,22 @@ def _degraded(
 
 
 def _stale(identity: str, best: Content | None, observed: Observed) -> Verdict:
-    """Artifacts that the node has moved away from. They are taken again with the next cold start there."""
+    """Artifacts that node or image have moved away from. They are taken again with the next cold start there."""
+    mine = [item for item in observed.contents if item.identity == identity and item.captured and not item.deleting]
     reasons = [
-        f"{item.name}: {why}"
-        for item in sorted(observed.contents, key=lambda item: item.name)
-        if item.identity == identity and item.captured and not item.deleting and (why := observed.stale(item)) is not None
+        f"{item.name}: {why}" for item in sorted(mine, key=lambda item: item.name) if (why := observed.stale(item)) is not None
     ]
-    if not reasons:
-        return Verdict(False, R.AS_EXPECTED, "every artifact fits its node")
-    return Verdict(True, R.ENVIRONMENT_CHANGED, "; ".join(reasons[:3]))
+    if reasons:
+        return Verdict(True, R.ENVIRONMENT_CHANGED, "; ".join(reasons[:3]))
+    refused = [f"{item.name}: {item.message}" for item in sorted(mine, key=lambda item: item.name) if outdated(item)]
+    if refused:
+        return Verdict(True, R.IDENTITY_MISMATCH, "; ".join(refused[:3]))
+    return Verdict(False, R.AS_EXPECTED, "every artifact fits its node")
+
+
+def outdated(item: Content) -> bool:
+    """The agent found, when it was to restore it, that image or files are others now."""
+    return item.quarantined and item.reason == R.IDENTITY_MISMATCH
 
 
 def _count(number: int, noun: str) -> str:

@@ -1,0 +1,144 @@
+"""What ends by itself: an artifact that is stale, damaged or useless is replaced, and the conditions say first that, then that all is well."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from vllmsnapshot.agent.config import Config
+from vllmsnapshot.api import constants as c
+from vllmsnapshot.api.constants import Reason
+from vllmsnapshot.api.types import PodReport
+from vllmsnapshot.kube import CONTENTS, PODS, SNAPSHOTS, Object
+
+from . import world
+from .virtual import run
+from .world import NAME, NAMESPACE, World
+
+Live = Callable[[Callable[[World], Awaitable[None]]], None]
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Live:
+    """Runs a life in a cluster of its own."""
+
+    def one(scenario: Callable[[World], Awaitable[None]]) -> None:
+        made: list[World] = []
+
+        async def main() -> None:
+            x = World(tmp_path)
+            made.append(x)
+            await x.start()
+            try:
+                await scenario(x)
+            finally:
+                await x.stop()
+
+        with world.environment(tmp_path, lambda: made[0]):
+            run(main)
+
+    return one
+
+
+def claim(x: World) -> Object:
+    found = x.server.get(SNAPSHOTS, NAME, NAMESPACE)
+    assert found is not None
+    return found
+
+
+def shown(x: World, kind: str) -> tuple[str, str]:
+    """Status and reason of a condition of the claim."""
+    found = next(item for item in claim(x)["status"]["conditions"] if item["type"] == kind)
+    return found["status"], found["reason"]
+
+
+def reports(x: World) -> list[PodReport]:
+    """Of the replicas, oldest first."""
+    pods = [pod for pod in x.server.all(PODS) if pod["metadata"]["namespace"] == NAMESPACE]
+    pods.sort(key=lambda pod: (pod["metadata"]["creationTimestamp"], pod["metadata"]["name"]))
+    return [PodReport.model_validate_json(pod["metadata"]["annotations"][c.ANNOTATION_REPORT]) for pod in pods]
+
+
+def started(x: World) -> list[tuple[str, str]]:
+    """How the replicas started, and why so."""
+    assert all(report.state == "Serving" for report in reports(x))
+    return [(report.start, report.reason) for report in reports(x)]
+
+
+def contents(x: World) -> list[dict[str, Any]]:
+    """As they are."""
+    return [dict(item) for item in x.server.all(CONTENTS)]
+
+
+def damage(x: World) -> None:
+    """The memory of the artifact has another size."""
+    [page] = Path(x.store_dir("node-a")).rglob("pages-1.img")
+    page.write_text(page.read_text() + " ")
+
+
+DOCTOR_S = 2.0 * Config.doctor_seconds
+"""The agent has examined its node again."""
+RESTORED = (c.START_RESTORE, Reason.RESTORED)
+
+
+def test_a_node_that_changed_is_told_before_anybody_is_restored_and_the_artifact_is_replaced(live: Live) -> None:
+    async def scenario(x: World) -> None:
+        x.apply(replicas=1)
+        await x.rest()
+        [old] = contents(x)
+        x.kernel = "7.0"
+        await x.rest(quiet_s=DOCTOR_S)
+        assert (shown(x, c.STALE), shown(x, c.DEGRADED)[0]) == (("True", Reason.ENVIRONMENT_CHANGED), "False")
+        x.apply(replicas=2)
+        await x.rest()
+        assert started(x)[-1] == (c.START_COLD, Reason.IDENTITY_MISMATCH)
+        [new] = contents(x)
+        assert new["metadata"]["uid"] != old["metadata"]["uid"]
+        assert (shown(x, c.STALE)[0], shown(x, c.SNAPSHOT_READY)[0], shown(x, c.DEGRADED)[0]) == ("False", "True", "False")
+        x.apply(replicas=3)
+        await x.rest()
+        assert started(x)[-1] == RESTORED
+
+    live(scenario)
+
+
+def test_a_tag_that_moved_on_costs_one_cold_start(live: Live) -> None:
+    async def scenario(x: World) -> None:
+        x.apply(replicas=1)
+        await x.rest()
+        x.moved = {"one": "one as it is now"}
+        x.apply(replicas=2)
+        await x.rest()
+        assert started(x)[-1] == (c.START_COLD, Reason.IDENTITY_MISMATCH)
+        x.apply(replicas=3)
+        await x.rest()
+        assert started(x)[-1] == RESTORED
+        assert len(contents(x)) == 1
+        assert (shown(x, c.STALE)[0], shown(x, c.SNAPSHOT_READY)[0], shown(x, c.DEGRADED)[0]) == ("False", "True", "False")
+
+    live(scenario)
+
+
+def test_a_quarantine_ends_with_the_artifact_that_proves_itself(live: Live) -> None:
+    async def scenario(x: World) -> None:
+        x.apply(replicas=1)
+        await x.rest()
+        [old] = contents(x)
+        damage(x)
+        seen: set[tuple[str, str]] = set()
+        x.server.listeners.append(lambda _: seen.add(shown(x, c.DEGRADED)))
+        x.apply(replicas=2)
+        await x.rest()
+        assert ("True", Reason.ARTIFACT_QUARANTINED) in seen
+        assert started(x)[-1] == (c.START_COLD, Reason.ARTIFACT_CORRUPT)
+        [new] = contents(x)
+        assert new["metadata"]["uid"] != old["metadata"]["uid"]
+        assert (shown(x, c.SNAPSHOT_READY)[0], shown(x, c.DEGRADED)[0]) == ("True", "False")
+        x.apply(replicas=3)
+        await x.rest()
+        assert started(x)[-1] == RESTORED
+
+    live(scenario)
