@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Final
 
 from tests.fakes import build_libcuda, make_gpus
-from vllmsnapshot.agent import cuda
+from vllmsnapshot.agent import driver
 from vllmsnapshot.agent.containers import parse_mountinfo
 
 ROOT: Final = Path(__file__).resolve().parents[2]
@@ -57,7 +57,7 @@ def real(minor: int | None, paths: Sequence[Path]) -> Place:
     if chosen not in minors:
         raise UnusableError(f"there is no /dev/nvidia{chosen}")
     mounts = {f"/dev/{n}": Path("/dev") / n for n in (f"nvidia{chosen}", *CONTROL_DEVICES) if (Path("/dev") / n).exists()}
-    libraries = [_library(cuda.LIBCUDA, "libcuda.so.1"), _library(cuda.LIBNVML, "libnvidia-ml.so.1")]
+    libraries = [_library(driver.LIBCUDA, "libcuda.so.1"), _library(driver.LIBNVML, "libnvidia-ml.so.1")]
     seen = [*paths, ROOT, Path(sys.prefix), Path(sys.base_prefix), *(p.parent for p in libraries)]
     mounts |= {str(p): p for p in _not_on_root(seen)}
     # What a library loads itself, such as the compiler of PTX, is beside it.
@@ -88,7 +88,7 @@ def fake(megabytes: int, control: Sequence[str], paths: Sequence[Path]) -> Itera
                 **{str(p): p for p in _not_on_root(seen)},
                 LIBRARIES: libraries,
             },
-            agent={**os.environ, cuda.LIBCUDA: str(library), cuda.LIBNVML: str(library), FAKE_GPU: str(gpus)},
+            agent={**os.environ, driver.LIBCUDA: str(library), driver.LIBNVML: str(library), FAKE_GPU: str(gpus)},
             application={"LD_LIBRARY_PATH": LIBRARIES, "PYTHONPATH": _python_path()},
             fake=True,
         )

@@ -20,7 +20,8 @@ from tests.node.bare import Bare
 from vllmsnapshot.agent.capture import CaptureRequest, capture
 from vllmsnapshot.agent.containers import Process
 from vllmsnapshot.agent.criu import Criu
-from vllmsnapshot.agent.cuda import MEMORY_MARGIN, Cuda, Limits, _Session
+from vllmsnapshot.agent.cuda import MEMORY_MARGIN, Cuda
+from vllmsnapshot.agent.driver_pool import Limits, Session
 from vllmsnapshot.agent.errors import AgentError
 from vllmsnapshot.agent.restore import RestoreRequest, clear, restore
 from vllmsnapshot.agent.store import Manifest, Store
@@ -83,7 +84,7 @@ class Timed(Cuda):
         super().__init__(env=env, limits=LIMITS)
         self.steps: list[tuple[str, int, float]] = []
 
-    def _step(self, session: _Session, p: Process, op: str, wanted: int, **args: Any) -> None:
+    def _step(self, session: Session, p: Process, op: str, wanted: int, **args: Any) -> None:
         began = time.monotonic()
         try:
             super()._step(session, p, op, wanted, **args)
@@ -100,7 +101,7 @@ class Timed(Cuda):
 
     def raw(self) -> dict[str, Any]:
         """The driver's facts, device by device."""
-        with self._session() as session:
+        with self.helpers.session() as session:
             facts: dict[str, Any] = session.call("Facts", self._limits.query)
         return facts
 

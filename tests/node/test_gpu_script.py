@@ -24,7 +24,7 @@ from tests.gpu import place as places
 from tests.gpu import workloads
 from tests.gpu.proof import OutOfTime, held, limited
 from tests.node.bare import prefix
-from vllmsnapshot.agent import cuda
+from vllmsnapshot.agent import driver
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -182,7 +182,7 @@ def test_devices_and_libraries_of_a_machine_are_found(directory: Path) -> None:
             umount --recursive --lazy /dev
             mount --rbind "$1/dev" /dev
             shift; exec "$@" """
-        env = {cuda.LIBCUDA: str(library), cuda.LIBNVML: str(nvml), places.FAKE_GPU: str(base / "gpus")}
+        env = {driver.LIBCUDA: str(library), driver.LIBNVML: str(nvml), places.FAKE_GPU: str(base / "gpus")}
         script = Script(
             directory, "--only", "driver", "--gpu", "1", within=["unshare", "-m", "sh", "-c", mounts, "sh", name], env=env
         )

@@ -23,13 +23,14 @@ import pytest
 
 from tests.fakes import build_libcuda
 from vllmsnapshot.agent import capture as capturing
-from vllmsnapshot.agent import config, cuda, doctor, gpu_doctor
+from vllmsnapshot.agent import config, cuda, doctor, driver, gpu_doctor
 from vllmsnapshot.agent import restore as restoring
 from vllmsnapshot.agent.accelerator import Accelerator, Cpu
 from vllmsnapshot.agent.capture import Tree
 from vllmsnapshot.agent.containers import Container, Process
 from vllmsnapshot.agent.criu import Criu
-from vllmsnapshot.agent.cuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Cuda, Limits
+from vllmsnapshot.agent.cuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Cuda
+from vllmsnapshot.agent.driver_pool import Limits, readable
 from vllmsnapshot.agent.errors import AgentError, CaptureError, RestoreError
 from vllmsnapshot.agent.identity import compare_node
 from vllmsnapshot.agent.local import LocalOps
@@ -76,8 +77,8 @@ class Gpu:
         self._hangs = os.open(directory / "hangs", os.O_RDWR | os.O_NONBLOCK)
         self.env = {
             **os.environ,
-            cuda.LIBCUDA: str(library),
-            cuda.LIBNVML: str(library),
+            driver.LIBCUDA: str(library),
+            driver.LIBNVML: str(library),
             "VLLMSNAPSHOT_FAKE_GPU": str(directory),
         }
         self.cuda = self.accelerator()
@@ -215,7 +216,7 @@ def test_a_capture_moves_every_cuda_process_and_no_other(gpu: Gpu) -> None:
 
 
 def test_a_replica_on_cpu_never_meets_the_driver(tmp_path: Path, gpu: Gpu, container: Container) -> None:
-    plain = gpu.accelerator(env={**gpu.env, cuda.LIBCUDA: "/nonexistent"})
+    plain = gpu.accelerator(env={**gpu.env, driver.LIBCUDA: "/nonexistent"})
     tree = [process(ROOT)]
     assert plain.record(tree) == {}
     plain.before_dump(tree)
@@ -223,7 +224,7 @@ def test_a_replica_on_cpu_never_meets_the_driver(tmp_path: Path, gpu: Gpu, conta
     plain.before_restore(container, {})
     plain.after_restore(container, {}, tree)
     plain.before_terminate(tree)
-    assert plain.started == 0
+    assert plain.helpers.started == 0
 
 
 def test_a_restore_on_the_same_gpu(gpu: Gpu, container: Container) -> None:
@@ -261,11 +262,11 @@ def test_before_the_end_the_gpu_is_let_go(gpu: Gpu) -> None:
 
 def test_one_helper_serves_all(gpu: Gpu) -> None:
     gpu.cuda.facts()
-    before = gpu.cuda.started
+    before = gpu.cuda.helpers.started
     gpu.cuda.before_dump(TREE)
     gpu.cuda.after_dump(TREE)
     gpu.cuda.facts()
-    assert gpu.cuda.started == before
+    assert gpu.cuda.helpers.started == before
 
 
 def test_facts(gpu: Gpu) -> None:
@@ -494,7 +495,7 @@ def test_a_process_that_ended_needs_no_resuming(gpu: Gpu) -> None:
 
 def test_time_limits_are_real(gpu: Gpu) -> None:
     gpu.inject("Lock 0 hang")
-    quick = gpu.accelerator(limits=Limits(lock=0.05, lock_grace=0.05), wait=cuda._readable)
+    quick = gpu.accelerator(limits=Limits(lock=0.05, lock_grace=0.05), wait=readable)
     with contextlib.closing(quick), pytest.raises(CaptureError) as error:
         quick.before_dump(TREE)
     assert "took longer than" in error.value.message
@@ -534,7 +535,7 @@ def test_a_driver_that_does_not_start(gpu: Gpu, container: Container, fault: str
 
 def test_a_driver_that_is_not_there(gpu: Gpu) -> None:
     with pytest.raises(AgentError) as error:
-        gpu.accelerator(env={**gpu.env, cuda.LIBCUDA: "/nonexistent/libcuda.so.1"}).facts()
+        gpu.accelerator(env={**gpu.env, driver.LIBCUDA: "/nonexistent/libcuda.so.1"}).facts()
     assert error.value.reason == Reason.GPU_UNAVAILABLE
     assert "/nonexistent/libcuda.so.1" in error.value.message
 
@@ -543,7 +544,7 @@ def test_a_driver_without_the_calls(gpu: Gpu, library: Path) -> None:
     # Any library that loads; it has no cuInit.
     libc = "libc.so.6"
     with pytest.raises(AgentError) as error:
-        gpu.accelerator(env={**gpu.env, cuda.LIBCUDA: libc}).facts()
+        gpu.accelerator(env={**gpu.env, driver.LIBCUDA: libc}).facts()
     assert "install driver 580" in error.value.message
 
 
@@ -688,7 +689,7 @@ def test_a_gpu_that_can_be_used_is(node: Host) -> None:
 
 
 def test_a_driver_that_comes_later_is_taken_up(node: Host) -> None:
-    node.env[cuda.LIBCUDA] = "/nonexistent/libcuda.so.1"
+    node.env[driver.LIBCUDA] = "/nonexistent/libcuda.so.1"
     accelerator, found = node.add("nvidia0").look()
     assert isinstance(accelerator, Cpu)
     status, text = found["gpu-driver"]
@@ -723,7 +724,7 @@ def test_a_driver_that_went_away_is_found_out(node: Host) -> None:
 def test_an_unusable_driver_fails_where_it_is_asked_for(node: Host, fault: str, files: bool) -> None:
     node.gpu.reset(**({} if fault else {"count": 0}))
     if fault == "no library":
-        node.env[cuda.LIBNVML] = "/nonexistent"
+        node.env[driver.LIBNVML] = "/nonexistent"
     elif fault:
         node.gpu.inject(fault)
     if files:
@@ -814,7 +815,7 @@ def test_a_driver_that_fails_is_no_fault_of_the_node(tmp_path: Path, gpu: Gpu) -
         f"--criu-prefix={tmp_path}",
         "--accelerator",
     ]
-    broken = gpu.accelerator(env={**gpu.env, cuda.LIBCUDA: "/nonexistent/libcuda.so.1"})
+    broken = gpu.accelerator(env={**gpu.env, driver.LIBCUDA: "/nonexistent/libcuda.so.1"})
     health = LocalOps(config.parse([*flags, "cuda"], {}), accelerator=broken).doctor()
     assert health.gpu is not None
     assert "/nonexistent/libcuda.so.1" in health.gpu

@@ -21,7 +21,7 @@ import pytest
 from tests.fakes import build_libcuda
 from tests.unit.child_harness import Container as Pod
 from tests.unit.child_harness import alive, container, until
-from vllmsnapshot.agent import cuda
+from vllmsnapshot.agent import cuda, driver
 from vllmsnapshot.agent.containers import Container
 from vllmsnapshot.agent.errors import AgentError
 from vllmsnapshot.agent.local import LocalOps
@@ -64,7 +64,7 @@ class Agent:
     def __init__(self, directory: Path, library: Path, pod: Pod) -> None:
         self.directory = directory
         self.pod = pod
-        env = {**os.environ, cuda.LIBCUDA: str(library), cuda.LIBNVML: str(library), "VLLMSNAPSHOT_FAKE_GPU": str(directory)}
+        env = {**os.environ, driver.LIBCUDA: str(library), driver.LIBNVML: str(library), "VLLMSNAPSHOT_FAKE_GPU": str(directory)}
         self.cuda = cuda.Cuda(proc=directory / "proc", env=env)
         self.tree = list(pod.processes())
         (directory / "state").mkdir(parents=True)

@@ -18,8 +18,9 @@ import pytest
 
 from tests.fakes import GPU_TABLE, build_libcuda, make_gpus
 from tests.gpu import device
-from vllmsnapshot.agent import cuda
-from vllmsnapshot.agent.cuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Cuda, DriverError
+from vllmsnapshot.agent import driver
+from vllmsnapshot.agent.cuda import CHECKPOINTED, FAILED, LOCKED, RUNNING, Cuda
+from vllmsnapshot.agent.driver import DriverError
 
 MIB = 1 << 20
 PATTERN = b"a pattern that is nowhere else: "
@@ -95,7 +96,7 @@ class Machine:
         for name in ("nvidiactl", "nvidia-uvm"):
             (self._dev / name).symlink_to(self.gpus / name)
         self.plug(0)
-        self._libraries = {cuda.LIBCUDA: str(library), cuda.LIBNVML: str(library)}
+        self._libraries = {driver.LIBCUDA: str(library), driver.LIBNVML: str(library)}
         self._stack = stack
         self.cuda = Cuda(env={**os.environ, **self._libraries, "VLLMSNAPSHOT_FAKE_GPU": str(self.gpus)})
         stack.callback(self.cuda.close)
@@ -109,7 +110,7 @@ class Machine:
         return app
 
     def driver(self, op: str, app: Application, **args: Any) -> Any:
-        with self.cuda._session() as session:
+        with self.cuda.helpers.session() as session:
             return session.call(op, 60, pid=app.pid, **args)
 
     def lock(self, app: Application) -> None:
@@ -202,8 +203,8 @@ def test_memory_is_counted_and_comes_back_from_the_dead(machine: Machine) -> Non
     one.call("write", at, PATTERN.decode())
     two.call("allocate", 2 * MIB)
     assert one.call("memory") == [MIB, 4 * MIB]
-    assert two.call("allocate", 2 * MIB) == {"code": cuda.OUT_OF_MEMORY}
-    with machine.cuda._session() as session:
+    assert two.call("allocate", 2 * MIB) == {"code": driver.OUT_OF_MEMORY}
+    with machine.cuda.helpers.session() as session:
         facts = session.call("Facts", 60, pids=[one.pid, two.pid])
         assert [(d["free"], d["used"]) for d in facts["devices"]] == [(MIB, 3 * MIB), (4 * MIB, None)]
         one.close()
@@ -268,7 +269,7 @@ def test_faults_leave_an_application_as_they_say(machine: Machine) -> None:
 def test_a_forked_child_and_other_processes_do_not_use_the_gpu(machine: Machine) -> None:
     app = machine.application()
     child = app.call("fork")
-    with machine.cuda._session() as session:
+    with machine.cuda.helpers.session() as session:
         for pid in (child, os.getpid(), 1 << 22):
             with pytest.raises(DriverError, match="NOT_INITIALIZED"):
                 session.call("GetState", 60, pid=pid)

@@ -338,9 +338,16 @@ def test_a_reboot_voids_nothing() -> None:
 
 def test_operator_and_agent_compare_the_same_facts() -> None:
     """What the operator calls stale is what the agent refuses, fact by fact (which asks no driver where there was no GPU)."""
-    from vllmsnapshot.agent import cuda, identity
+    from vllmsnapshot.agent import gpu_facts, identity
 
-    of_gpus = (cuda.DRIVER_VERSION, cuda.CUDA_API, cuda.PRODUCT, cuda.COMPUTE_CAPABILITY, cuda.MEMORY, cuda.MIG)
+    of_gpus = (
+        gpu_facts.DRIVER_VERSION,
+        gpu_facts.CUDA_API,
+        gpu_facts.PRODUCT,
+        gpu_facts.COMPUTE_CAPABILITY,
+        gpu_facts.MEMORY,
+        gpu_facts.MIG,
+    )
     assert all(name.startswith(environment.DEVICE) for name in of_gpus)
     then = dict.fromkeys(
         (*of_gpus, *environment.NOT_COMPARED, environment.CPU_FLAGS, environment.KERNEL, environment.CRIU, environment.MACHINE),

@@ -10,26 +10,19 @@ started only while two operations overlap.
 What has been done is never remembered: every step, forward or back, asks the driver for the state first or afterwards, since a
 helper that was killed tells nobody how far it got.
 
-The helper and the driver's interface are in `driver.py`.
+The helpers are kept in `driver_pool.py`; what runs in one, and the driver's interface, is in `driver.py`.
 """
 
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import math
 import os
 import re
-import select
-import signal
-import socket
-import subprocess
-import sys
 import threading
-import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, TypeVar
 
@@ -37,12 +30,10 @@ from ..api.constants import Reason
 from ..environment import MEMORY_USED, PIDS, UUID
 from . import namespaces
 from .accelerator import Accelerator
-from .driver import DRIVER_MINIMUM, NOT_INITIALIZED, VGPU
-from .driver import LIBCUDA as LIBCUDA
-from .driver import LIBNVML as LIBNVML
-from .driver import OUT_OF_MEMORY as OUT_OF_MEMORY
-from .driver import DriverError as DriverError
+from .driver import DRIVER_MINIMUM, NOT_INITIALIZED, OUT_OF_MEMORY, VGPU, DriverError
+from .driver_pool import Helpers, Limits, OutOfTimeError, Session, UnusableError, Wait, readable
 from .errors import AgentError, CaptureError, RestoreError
+from .gpu_facts import DEVICE, Survey, describe, too_old
 
 if TYPE_CHECKING:
     from .containers import Container, Process
@@ -51,181 +42,12 @@ log = logging.getLogger(__name__)
 
 _T = TypeVar("_T")
 
-API_MINIMUM: Final = 13000
-
 MEMORY_MARGIN: Final = 128 << 20
 """Bytes of GPU memory to be free beside what the captured processes used."""
 
 RUNNING, LOCKED, CHECKPOINTED, FAILED = 0, 1, 2, 3
 STATES: Final = ("RUNNING", "LOCKED", "CHECKPOINTED", "FAILED", "CHECKPOINTING", "RESTORING")
 """CUprocessState; the last two occur with custom storage only, which is not used here."""
-
-DRIVER_VERSION: Final = "gpuDriver"
-CUDA_API: Final = "gpuCudaApi"
-PRODUCT: Final = "gpuProduct"
-COMPUTE_CAPABILITY: Final = "gpuComputeCapability"
-MEMORY: Final = "gpuMemoryBytes"
-MIG: Final = "gpuMig"
-"""Facts of the node, compared for equality."""
-
-_DEVICE: Final = re.compile(r"/dev/nvidia(\d+)")
-
-
-@dataclass(frozen=True, kw_only=True)
-class Limits:
-    """Seconds within which the driver must answer; then its helper is killed."""
-
-    start: float = 60.0
-    query: float = 15.0
-    lock: float = 20.0
-    """Told to the driver too, which then leaves the process running."""
-    lock_grace: float = 5.0
-    move: float = 300.0
-    """Checkpoint and restore: up to all of the GPU's memory is copied."""
-    unlock: float = 20.0
-    end: float = 5.0
-
-
-class UnusableError(DriverError):
-    """No helper can be started: there is no driver, or it does not initialise."""
-
-
-class LateError(DriverError):
-    """The driver did not answer within the limit of the call."""
-
-
-class OutOfTimeError(DriverError):
-    """The time of the whole operation is up."""
-
-
-# --- the agent's side of the helper ----------------------------------------------------------------------------------
-
-
-Wait = Callable[[socket.socket, float], bool]
-"""Wait until there is something to read, at most so many seconds; False if there is not."""
-
-
-def _readable(connection: socket.socket, seconds: float) -> bool:
-    poll = select.poll()
-    poll.register(connection, select.POLLIN)
-    return bool(poll.poll(seconds * 1000))
-
-
-class _Helper:
-    """One helper process. After any DriverError without a code it must be ended."""
-
-    def __init__(self, env: Mapping[str, str], wait: Wait) -> None:
-        self._wait = wait
-        ours, theirs = socket.socketpair()
-        package = str(Path(__file__).parents[2])
-        with theirs:
-            self._process = subprocess.Popen(
-                # -S: no site-packages, hence no third-party code.
-                [sys.executable, "-S", "-m", "vllmsnapshot.agent.driver", str(theirs.fileno())],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                pass_fds=[theirs.fileno()],
-                start_new_session=True,
-                env={**env, "PYTHONPATH": package, "PYTHONDONTWRITEBYTECODE": "1"},
-            )
-        self._socket = ours
-
-    def call(self, op: str, limit_s: float, **args: Any) -> Any:
-        """One call of the driver. Raises DriverError."""
-        deadline = time.monotonic() + limit_s
-        what = f"{op} of process {args['pid']}" if "pid" in args else op
-        try:
-            self._socket.sendall(json.dumps({"op": op, **args}).encode() + b"\n")
-            answer = self._receive(deadline)
-        except OSError as e:
-            answer, error = b"", f": {e.strerror}"
-        else:
-            error = ""
-        if answer is None:
-            raise LateError(f"{what} took longer than {limit_s:.3g} s")
-        if not answer:
-            raise DriverError(f"{what}: the helper of the driver died{error}")
-        message = json.loads(answer)
-        if "error" in message:
-            raise DriverError(f"{what}: {message['error']}", message.get("code"))
-        return message["result"]
-
-    def _receive(self, deadline: float) -> bytes | None:
-        """A line; empty if the helper has died, None if the time has ended."""
-        data = b""
-        while not data.endswith(b"\n"):
-            left = deadline - time.monotonic()
-            if left <= 0 or not self._wait(self._socket, left):
-                return None
-            piece = self._socket.recv(1 << 16)
-            if not piece:
-                return b""
-            data += piece
-        return data
-
-    def end(self, limit_s: float) -> bool:
-        """Kill it; False if it does not die in time, as a process does that is stuck inside the driver."""
-        self._socket.close()
-        with contextlib.suppress(ProcessLookupError):
-            self._process.send_signal(signal.SIGKILL)
-        try:
-            self._process.wait(limit_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
-
-    def gone(self) -> bool:
-        """Whether it has died by itself; reaps it."""
-        return self._process.poll() is not None
-
-
-class _Session:
-    """The driver for one operation: a helper, and another one after that has hung or died."""
-
-    def __init__(self, owner: Cuda, timeout_s: float) -> None:
-        self._owner = owner
-        self._helper: _Helper | None = None
-        self._deadline = time.monotonic() + timeout_s
-
-    def left(self) -> float:
-        """Seconds that the operation still has."""
-        return self._deadline - time.monotonic()
-
-    def no_deadline(self) -> None:
-        """From now on only the calls' own limits count: the way back must not be cut short by what was spent on the way there."""
-        self._deadline = math.inf
-
-    def call(self, op: str, limit_s: float, **args: Any) -> Any:
-        """One call, within its own limit and what the operation has left. Raises DriverError."""
-        left = self.left()
-        if left <= 0:
-            raise OutOfTimeError(f"no time is left for {op}")
-        if self._helper is None:
-            self._helper = self._owner._take(left)
-            left = max(0.0, self.left())
-        try:
-            return self._helper.call(op, min(limit_s, left), **args)
-        except DriverError as e:
-            if e.code is None:
-                self._drop()
-            if isinstance(e, LateError) and left < limit_s:
-                raise OutOfTimeError(f"{e}, which was all that was left") from e
-            raise
-        except BaseException:
-            # An answer may still be on its way: the next call would take it for its own.
-            self._drop()
-            raise
-
-    def _drop(self) -> None:
-        helper, self._helper = self._helper, None
-        if helper is not None:
-            self._owner._end(helper)
-
-    def close(self) -> None:
-        """Leave the helper to the next operation."""
-        helper, self._helper = self._helper, None
-        if helper is not None:
-            self._owner._give(helper)
 
 
 # --- the accelerator -------------------------------------------------------------------------------------------------
@@ -242,75 +64,27 @@ class Cuda:
         limits: Limits | None = None,
         proc: Path = Path("/proc"),
         env: Mapping[str, str] | None = None,
-        wait: Wait = _readable,
+        wait: Wait = readable,
         same_file: Callable[[int, int, int, int], bool] = namespaces.same_open_file,
     ) -> None:
-        """`env` is the helper's environment, by default the agent's. Starts nothing."""
-        self._wait = wait
+        """`env` is the helpers' environment, by default the agent's. Starts nothing."""
+        self.helpers = Helpers(dict(os.environ if env is None else env), limits or Limits(), wait)
         self._same_file = same_file
         self._limits = limits or Limits()
         self._proc = proc
-        self._env = dict(os.environ if env is None else env)
         self._mutex = threading.Lock()
-        self._idle: list[_Helper] = []
-        self._undead: list[_Helper] = []
         self._moved: set[tuple[int, int]] = set()
         self._lost: dict[tuple[int, int], str] = {}
-        self.started = 0
-        """Helpers started so far."""
-
-    # --- helpers -----------------------------------------------------------------------------------------------------
-
-    def _take(self, left_s: float) -> _Helper:
-        with self._mutex:
-            self._undead = [h for h in self._undead if not h.gone()]
-            while self._idle:
-                helper = self._idle.pop()
-                if not helper.gone():
-                    return helper
-                helper.end(0)
-            self.started += 1
-        helper = _Helper(self._env, self._wait)
-        try:
-            helper.call("Init", min(self._limits.start, left_s))
-        except DriverError as e:
-            self._end(helper)
-            raise UnusableError(f"the driver cannot be used: {e}") from e
-        except BaseException:
-            self._end(helper)
-            raise
-        return helper
-
-    def _give(self, helper: _Helper) -> None:
-        with self._mutex:
-            self._idle.append(helper)
-
-    def _end(self, helper: _Helper) -> None:
-        if not helper.end(self._limits.end):
-            log.error("a helper of the GPU driver does not die; it is left behind")
-            with self._mutex:
-                self._undead.append(helper)
 
     def close(self) -> None:
         """End the helpers that wait for work."""
-        with self._mutex:
-            idle, self._idle = self._idle, []
-        for helper in idle:
-            self._end(helper)
-
-    @contextlib.contextmanager
-    def _session(self, timeout_s: float = math.inf) -> Iterator[_Session]:
-        session = _Session(self, timeout_s)
-        try:
-            yield session
-        finally:
-            session.close()
+        self.helpers.close()
 
     # --- facts -------------------------------------------------------------------------------------------------------
 
     def examine(self) -> Mapping[str, Any]:
         """Driver and GPUs as `Driver.Facts` tells them. Raises DriverError if the driver cannot be used."""
-        with self._session() as session:
+        with self.helpers.session() as session:
             facts: Mapping[str, Any] = session.call("Facts", self._limits.query)
             return facts
 
@@ -330,7 +104,7 @@ class Cuda:
     def record(self, processes: Sequence[Process], *, timeout_s: float = math.inf) -> Mapping[str, str]:
         """The GPU of the processes and the memory they use there. Raises CaptureError where they cannot be captured."""
         try:
-            with self._session(timeout_s) as session:
+            with self.helpers.session(timeout_s) as session:
                 users = self._users(session, processes)
                 if not users:
                     return {}
@@ -367,7 +141,7 @@ class Cuda:
         With reason GPU_STATE_LOST they do not: the replica must be ended. The time is that of the way there; the way back takes
         as long as it takes, within the limits of its calls.
         """
-        with self._session(timeout_s) as session:
+        with self.helpers.session(timeout_s) as session:
             try:
                 users = self._users(session, processes)
                 if any(self._state(session, p) != RUNNING for p in users):
@@ -395,7 +169,7 @@ class Cuda:
 
     def after_dump(self, processes: Sequence[Process]) -> None:
         """Let every CUDA process run again, whatever state it is in. Raises CaptureError(GPU_STATE_LOST) if one cannot."""
-        with self._session() as session:
+        with self.helpers.session() as session:
             try:
                 users = _twice(lambda: self._users(session, processes))
             except DriverError as e:
@@ -405,7 +179,7 @@ class Cuda:
                 raise CaptureError(reason, f"the state of the engine on the GPU is not known: {e}") from e
             self._resume(session, users)
 
-    def _resume(self, session: _Session, users: Sequence[Process]) -> None:
+    def _resume(self, session: Session, users: Sequence[Process]) -> None:
         """Restore, then unlock, the last one first; all of it once more after a failure, but for want of memory.
 
         Raises CaptureError(GPU_STATE_LOST).
@@ -421,7 +195,7 @@ class Cuda:
         with self._mutex:
             self._moved -= {(p.pid, p.start_time) for p in users}
 
-    def _undo(self, session: _Session, users: Sequence[Process]) -> None:
+    def _undo(self, session: Session, users: Sequence[Process]) -> None:
         """Take every process out of the state that it is in. Raises DriverError."""
         for op, state, then in (("Restore", CHECKPOINTED, LOCKED), ("Unlock", LOCKED, RUNNING)):
             for p in reversed(users):
@@ -449,7 +223,7 @@ class Cuda:
         if UUID not in recorded:
             return
         try:
-            with self._session(timeout_s) as session:
+            with self.helpers.session(timeout_s) as session:
                 facts = session.call("Facts", self._limits.query, pids=[])
         except DriverError as e:
             raise RestoreError(_reason(e, Reason.GPU_UNAVAILABLE, Reason.RESTORE_TIMEOUT), str(e)) from e
@@ -468,7 +242,7 @@ class Cuda:
         if UUID not in recorded:
             return
         try:
-            with self._session(timeout_s) as session:
+            with self.helpers.session(timeout_s) as session:
                 users = self._users(session, processes)
                 missing = {int(n) for n in recorded.get(PIDS, "").split()} - {p.ns_pid for p in users}
                 if missing:
@@ -487,7 +261,7 @@ class Cuda:
             # The driver does not recover from it: what is tried after it fails in other ways (cuda-checkpoint#44).
             raise RestoreError(Reason.GPU_OUT_OF_MEMORY if e.code == OUT_OF_MEMORY else failed, str(e)) from e
 
-    def _pairs(self, session: _Session, container: Container, old: str) -> list[list[str]]:
+    def _pairs(self, session: Session, container: Container, old: str) -> list[list[str]]:
         """Old and new UUID if the container has another GPU than the captured one. Complete, as there is one GPU."""
         facts = session.call("Facts", self._limits.query, pids=[])
         new = self._supported(facts, _visible(container), RestoreError)["uuid"]
@@ -499,7 +273,7 @@ class Cuda:
         Every process is tried, each twice. Raises AgentError with what failed.
         """
         failed = []
-        with self._session(timeout_s) as session:
+        with self.helpers.session(timeout_s) as session:
             for p in processes:
                 try:
                     _twice(lambda p=p: self._suspend(session, p))  # type: ignore[misc]
@@ -510,7 +284,7 @@ class Cuda:
         if failed:
             raise AgentError(Reason.GPU_STATE_LOST, f"not checkpointed before its end: {'; '.join(failed)}")
 
-    def _suspend(self, session: _Session, p: Process) -> None:
+    def _suspend(self, session: Session, p: Process) -> None:
         # Without a descriptor of the driver there is nothing on the GPU. A half-made process would not even answer.
         state = self._state(session, p) if self._descriptors(p) else None
         if state == RUNNING:
@@ -520,7 +294,7 @@ class Cuda:
 
     # --- parts -------------------------------------------------------------------------------------------------------
 
-    def _users(self, session: _Session, processes: Sequence[Process]) -> list[Process]:
+    def _users(self, session: Session, processes: Sequence[Process]) -> list[Process]:
         """Those that use CUDA, in a stable order, a child before its parent. Raises DriverError."""
         parents = {p.pid: p.ppid for p in processes}
 
@@ -548,7 +322,7 @@ class Cuda:
         except OSError:
             return self._alive(p)
 
-    def _state(self, session: _Session, p: Process) -> int | None:
+    def _state(self, session: Session, p: Process) -> int | None:
         """The process's state; None if it does not use CUDA."""
         try:
             return int(session.call("GetState", self._limits.query, pid=p.pid))
@@ -557,12 +331,12 @@ class Cuda:
                 return None
             raise
 
-    def _expect(self, session: _Session, p: Process, wanted: int) -> None:
+    def _expect(self, session: Session, p: Process, wanted: int) -> None:
         state = self._state(session, p)
         if state != wanted:
             raise DriverError(f"process {p.ns_pid} ({p.comm}) is {_name(state)} instead of {STATES[wanted]}")
 
-    def _step(self, session: _Session, p: Process, op: str, wanted: int, **args: Any) -> None:
+    def _step(self, session: Session, p: Process, op: str, wanted: int, **args: Any) -> None:
         """One call, and the state it must lead to."""
         limits = self._limits
         if op == "Lock":
@@ -593,7 +367,7 @@ class Cuda:
 
     def _held(self, p: Process) -> set[int]:
         """Minor numbers of the GPUs that the process has open; the toolkit keeps them in the names of the device files."""
-        return {int(m[1]) for _, path in self._descriptors(p) if (m := _DEVICE.fullmatch(path))}
+        return {int(m[1]) for _, path in self._descriptors(p) if (m := DEVICE.fullmatch(path))}
 
     def _supported(self, facts: Mapping[str, Any], minors: set[int], error: type[AgentError]) -> Mapping[str, Any]:
         """The one GPU of these minor numbers. Raises `error` where it cannot be captured or restored, naming the setting."""
@@ -607,7 +381,7 @@ class Cuda:
         if len(minors) > 1:
             names = ", ".join(f"/dev/nvidia{n}" for n in sorted(minors))
             raise error(
-                reason, f"more than one GPU in the replica: {names}; set nvidia.com/gpu: 1 and unset NVIDIA_VISIBLE_DEVICES"
+                reason, f"more than one GPU in the replica: {names}; set nvidia.com/gpu: 1 and unset NVIDIA_VISIBLEDEVICES"
             )
         found = [d for d in facts["devices"] if d["minor"] in minors]
         if not found:
@@ -618,29 +392,6 @@ class Cuda:
         if device["virtual"] >= VGPU:
             raise error(reason, f"GPU {device['uuid']} is a vGPU: pass the whole GPU through to the machine")
         return device
-
-
-def describe(facts: Mapping[str, Any]) -> Mapping[str, str]:
-    """What of the driver's answer (`Driver.Facts`) identifies a node."""
-
-    def of_all(name: str) -> str:
-        # A node has GPUs of one kind; where it has several, an artifact is bound to the same mixture.
-        return ", ".join(sorted({str(d[name]) for d in facts["devices"]})) or "none"
-
-    return {
-        DRIVER_VERSION: facts["driver"],
-        CUDA_API: str(facts["api"]),
-        PRODUCT: of_all("name"),
-        COMPUTE_CAPABILITY: of_all("capability"),
-        MEMORY: of_all("total"),
-        MIG: of_all("mig"),
-    }
-
-
-def too_old(facts: Mapping[str, Any]) -> bool:
-    """Whether the driver lacks what is needed."""
-    major = int(re.match(r"\d*", facts["driver"])[0] or 0)  # type: ignore[index]
-    return major < DRIVER_MINIMUM or facts["api"] < API_MINIMUM
 
 
 def _twice(operation: Callable[[], _T]) -> _T:
@@ -675,23 +426,7 @@ def _visible(container: Container) -> set[int]:
         except OSError:
             return set()
         with namespaces.opened(fd):
-            return {int(m[1]) for name in os.listdir(fd) if (m := _DEVICE.fullmatch(f"/dev/{name}"))}
-
-
-@dataclass(frozen=True, kw_only=True)
-class Survey:
-    """What can be seen of the node's GPUs from the agent's container."""
-
-    wanted: str
-    """The setting: auto, cpu or cuda."""
-    files: bool = False
-    """Whether there is a /dev/nvidia0 (any number)."""
-    module: str = ""
-    """Version of the kernel's driver, empty if none is loaded. Seen without any library and without device files."""
-    facts: Mapping[str, Any] | None = None
-    """As the driver tells them (`Driver.Facts`); None if it was not asked, or did not answer."""
-    error: str = ""
-    """Why it did not answer."""
+            return {int(m[1]) for name in os.listdir(fd) if (m := DEVICE.fullmatch(f"/dev/{name}"))}
 
 
 def survey(
@@ -723,7 +458,7 @@ def survey(
 
 
 def _device_files(dev: Path) -> bool:
-    return any(_DEVICE.fullmatch(f"/dev/{f.name}") for f in dev.glob("nvidia*"))
+    return any(DEVICE.fullmatch(f"/dev/{f.name}") for f in dev.glob("nvidia*"))
 
 
 def _module(proc: Path) -> str:

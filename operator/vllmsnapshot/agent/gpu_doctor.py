@@ -1,4 +1,4 @@
-"""The doctor's checks of GPUs, pure: what was seen (`cuda.Survey`) becomes findings that name the setting.
+"""The doctor's checks of GPUs, pure: what was seen (`gpu_facts.Survey`) becomes findings that name the setting.
 
 They concern replicas with a GPU only. A node whose driver is broken captures and restores replicas on CPU as ever, so a failure
 here does not make the node incapable: it is told apart by the name of the check (`doctor.GPU`).
@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
-from .cuda import Survey, too_old
 from .doctor import GPU, Finding, failed, passed, warned
 from .driver import DRIVER_MINIMUM, LIBCUDA, VGPU
+from .gpu_facts import Survey, too_old
 
 NO_PROCESS_BYTES: Final = 2 << 30
 """Memory in use on a GPU that no process uses, from which on it is odd. The driver itself reserves up to about 1 GiB."""

@@ -15,7 +15,7 @@ from vllmsnapshot_child.protocol import Oracle, ProtocolError
 
 from ..api import constants as c
 from ..api.constants import Reason
-from . import capture, cuda, doctor, gpu_doctor, identity, restore, seccomp
+from . import capture, cuda, doctor, gpu_doctor, gpu_facts, identity, restore, seccomp
 from .accelerator import Accelerator, Cpu
 from .config import Config
 from .containers import Container, find, kill_all
@@ -62,7 +62,7 @@ class LocalOps:
         health = Health(capable=not message, message=message, checks=checks, gpu=gpu if gpu_doctor.present(seen) else None)
         try:
             version = self._criu.version()
-            accelerator = cuda.describe(seen.facts) if seen.facts is not None else {}
+            accelerator = gpu_facts.describe(seen.facts) if seen.facts is not None else {}
             facts = identity.node_facts(version, self._criu.program, accelerator=accelerator, proc=self._proc)
             usage = self.store.usage()
         except (OSError, CriuError, StoreError) as e:
