@@ -20,17 +20,33 @@ WIDTH = 24
 DATASOURCE = {"type": "prometheus", "uid": "${datasource}"}
 MINE = 'namespace=~"$namespace",snapshot=~"$snapshot"'
 RATE = "$__rate_interval"
+EVENTS = "1m"
+"""The shortest interval of a graph of what happens now and then."""
 
 VLLM = (
     "vllm:num_requests_running",
     "vllm:num_requests_waiting",
     "vllm:generation_tokens_total",
     "vllm:time_to_first_token_seconds",
+    "vllm:inter_token_latency_seconds",
 )
 """vLLM's own metrics (vllm/v1/metrics/loggers.py of 0.32), as the chart's PodMonitor scrapes them."""
 SNAPSHOT_LABEL = "vllmsnapshot_io_snapshot"
 MODE_LABEL = "vllmsnapshot_io_start_mode"
 """The pod labels of a replica, as Prometheus spells them (podTargetLabels)."""
+
+COLOURS = {
+    "{{start_mode}}": {"restore": "green", "cold": "blue", "undecided": "yellow"},
+    "{{" + MODE_LABEL + "}}": {"restore": "green", "cold": "blue"},
+    "{{state}}": {
+        "usable": "green",
+        "ordered": "blue",
+        "unusable": "yellow",
+        "failed": "orange",
+        "quarantined": "red",
+    },
+}
+"""By legend, of series that are named by a state: what is good is the same colour everywhere."""
 
 CONDITION_BAD = ',condition=~"Degraded|Stale"'
 CONDITION_GOOD = ',condition=~"Ready|SnapshotReady"'
@@ -40,24 +56,45 @@ LEGEND = "{{condition}} {{namespace}}/{{snapshot}}: {{reason}}"
 def panel(
     title: str, what: str, queries: Sequence[Query], *, kind: str = "timeseries", unit: str = "short", **more: Any
 ) -> Panel:
-    """A panel without place and number. `what` is its description; `more` is for its defaults."""
+    """A panel without place and number. `what` is its description; `more` is for its defaults.
+
+    `bars` and `rare` are for what happens now and then, a start or a capture: points are a minute apart at least, else one event
+    would be in several bars, since a rate looks back over four scrapes. Between the points of `rare` there is nothing to show, so
+    they are drawn, and joined.
+    """
     stacked = more.pop("stacked", False)
     least = more.pop("min", 0)
-    custom: dict[str, Any] = {"fillOpacity": 30 if stacked else 10, "stacking": {"mode": "normal" if stacked else "none"}}
-    if more.pop("bars", False):
+    custom: dict[str, Any] = {"fillOpacity": 10, "stacking": {"mode": "normal" if stacked else "none"}}
+    bars, rare = more.pop("bars", False), more.pop("rare", False)
+    if bars:
         custom |= {"drawStyle": "bars", "fillOpacity": 80}
+        if unit == "short":
+            more.setdefault("decimals", 0)
+    elif stacked:
+        # Numbers of things that are there: they jump. Without lines, as that of one of which there is none would cover another's.
+        custom |= {"lineInterpolation": "stepAfter", "lineWidth": 0, "fillOpacity": 60}
+    if rare:
+        custom |= {"showPoints": "always", "spanNulls": True, "fillOpacity": 0}
     return {
+        **({"interval": EVENTS} if bars or rare else {}),
         "title": title,
         "description": what,
         "type": kind,
         "datasource": DATASOURCE,
         "fieldConfig": {
             "defaults": {"unit": unit, "min": least, "custom": custom if kind == "timeseries" else {}, **more},
-            "overrides": [],
+            "overrides": [
+                {
+                    "matcher": {"id": "byName", "options": name},
+                    "properties": [{"id": "color", "value": {"mode": "fixed", "fixedColor": colour}}],
+                }
+                for _, legend in queries
+                for name, colour in COLOURS.get(legend, {}).items()
+            ],
         },
         "options": {"legend": {"displayMode": "list", "placement": "bottom"}, "tooltip": {"mode": "multi"}}
         if kind == "timeseries"
-        else {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "textMode": "value_and_name"},
+        else {"reduceOptions": {"calcs": ["lastNotNull"]}, "colorMode": "value", "textMode": "value"},
         "targets": [
             {"refId": chr(ord("A") + i), "datasource": DATASOURCE, "expr": expr, "legendFormat": legend}
             for i, (expr, legend) in enumerate(queries)
@@ -65,13 +102,13 @@ def panel(
     }
 
 
-def stat(title: str, what: str, expr: str, *, unit: str = "short", bad_above: float | None = None, legend: str = "") -> Panel:
+def stat(title: str, what: str, expr: str, *, unit: str = "short", bad_above: float | None = None, **more: Any) -> Panel:
     """One number, red above `bad_above`."""
     steps: list[dict[str, Any]] = [{"color": "green" if bad_above is not None else "blue", "value": None}]
     if bad_above is not None:
         steps.append({"color": "red", "value": bad_above})
     thresholds = {"mode": "absolute", "steps": steps}
-    return panel(title, what, [(expr, legend)], kind="stat", unit=unit, thresholds=thresholds)
+    return panel(title, what, [(expr, "")], kind="stat", unit=unit, thresholds=thresholds, **more)
 
 
 def quantile(q: float, family: common.Family, selector: str, by: str = "") -> str:
@@ -80,11 +117,11 @@ def quantile(q: float, family: common.Family, selector: str, by: str = "") -> st
     return f"histogram_quantile({q}, sum by ({labels}) (rate({family.name}_bucket{{{selector}}}[{RATE}])))"
 
 
-def mean(family: common.Family, selector: str, by: str) -> str:
-    """The mean of a histogram."""
+def mean(name: str, selector: str, by: str) -> str:
+    """The mean of a histogram; nothing where nothing was observed."""
     total = f"sum by ({by})" if by else "sum"
-    top, bottom = (f"{total} (rate({family.name}_{part}{{{selector}}}[{RATE}]))" for part in ("sum", "count"))
-    return f"{top} / {bottom}"
+    top, bottom = (f"{total} (rate({name}_{part}{{{selector}}}[{RATE}]))" for part in ("sum", "count"))
+    return f"{top} / ({bottom} > 0)"
 
 
 def increase(family: common.Family, by: str) -> str:
@@ -96,6 +133,8 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
     """Rows by title: width, height and panel."""
     o, a, c = operator, agent, common
     vllm = f'{SNAPSHOT_LABEL}=~"$snapshot",namespace=~"$namespace"'
+    # A container is scraped before the agent has said how it starts.
+    started = f'{vllm},{MODE_LABEL}!=""'
     condition = f"max by (namespace, snapshot, condition, reason) ({o.CONDITION.name}{{{MINE}}})"
     return [
         (
@@ -141,6 +180,8 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "How many times faster the newest restored replica was than the newest cold one.",
                         f'avg({o.LAST_START.name}{{{MINE},start_mode="cold"}}) '
                         f'/ avg({o.LAST_START.name}{{{MINE},start_mode="restore"}})',
+                        unit="suffix:x",
+                        decimals=1,
                     ),
                 ),
                 (
@@ -161,8 +202,10 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "Degraded and Stale that are True, Ready and SnapshotReady that are not.",
                         [
                             (f"{condition.replace(MINE, MINE + CONDITION_BAD)} == 1", LEGEND),
-                            (f"{condition.replace(MINE, MINE + CONDITION_GOOD)} == 0", "not " + LEGEND),
+                            (f"1 - ({condition.replace(MINE, MINE + CONDITION_GOOD)} == 0)", "not " + LEGEND),
                         ],
+                        stacked=True,
+                        noValue="None",
                     ),
                 ),
             ],
@@ -177,10 +220,11 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "Pod creation to serving",
                         "Of pods that came up at the first try, all nodes and snapshots.",
                         [
-                            (quantile(0.5, a.START_SECONDS, "", "mode"), "{{mode}}, half"),
+                            (quantile(0.5, a.START_SECONDS, "", "mode"), "{{mode}}, median"),
                             (quantile(0.95, a.START_SECONDS, "", "mode"), "{{mode}}, 95 %"),
                         ],
                         unit="s",
+                        rare=True,
                     ),
                 ),
                 (
@@ -189,9 +233,10 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     panel(
                         "Phases of a restored start",
                         "Mean seconds of each phase.",
-                        [(mean(a.START_PHASE_SECONDS, 'mode="restore",phase!="release"', "phase"), "{{phase}}")],
+                        [(mean(a.START_PHASE_SECONDS.name, 'mode="restore",phase!="release"', "phase"), "{{phase}}")],
                         unit="s",
                         stacked=True,
+                        bars=True,
                     ),
                 ),
                 (
@@ -215,8 +260,9 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     panel(
                         "From 0 replicas",
                         "From the scale-up to a ready replica.",
-                        [(quantile(0.5, o.FROM_ZERO, ""), "half"), (quantile(0.95, o.FROM_ZERO, ""), "95 %")],
+                        [(quantile(0.5, o.FROM_ZERO, ""), "median"), (quantile(0.95, o.FROM_ZERO, ""), "95 %")],
                         unit="s",
+                        rare=True,
                     ),
                 ),
                 (
@@ -225,8 +271,9 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     panel(
                         "After a crash",
                         "Engines that crashed or failed to come up: last beginning to serving.",
-                        [(quantile(0.5, a.RESTART_SECONDS, "", "mode"), "{{mode}}, half")],
+                        [(quantile(0.5, a.RESTART_SECONDS, "", "mode"), "{{mode}}, median")],
                         unit="s",
+                        rare=True,
                     ),
                 ),
             ],
@@ -262,8 +309,9 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     panel(
                         "Phases of a capture",
                         "Mean seconds; while frozen, the replica stands still at its barrier.",
-                        [(mean(a.CAPTURE_PHASE_SECONDS, "", "phase"), "{{phase}}")],
+                        [(mean(a.CAPTURE_PHASE_SECONDS.name, "", "phase"), "{{phase}}")],
                         unit="s",
+                        rare=True,
                     ),
                 ),
                 (
@@ -273,7 +321,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "Artifact sizes",
                         "Mean of the artifacts captured in the interval; all artifacts of the snapshot.",
                         [
-                            (mean(a.ARTIFACT_BYTES, "", ""), "mean of the new ones"),
+                            (mean(a.ARTIFACT_BYTES.name, "", ""), "mean of the new ones"),
                             (f"sum({o.ARTIFACT_BYTES.name}{{{MINE}}})", "all"),
                         ],
                         unit="bytes",
@@ -296,6 +344,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                         "Failures in a row",
                         "At restore.failureBudget the breaker opens.",
                         [(f"{o.RESTORE_FAILURES.name}{{{MINE}}} > 0", "{{namespace}}/{{snapshot}}")],
+                        noValue="None",
                     ),
                 ),
             ],
@@ -325,7 +374,12 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                 (
                     8,
                     8,
-                    panel("Checks that fail", "Number of nodes.", [(f"count by (check) ({a.CHECK.name} == 0)", "{{check}}")]),
+                    panel(
+                        "Checks that fail",
+                        "Number of nodes.",
+                        [(f"count by (check) ({a.CHECK.name} == 0)", "{{check}}")],
+                        noValue="None",
+                    ),
                 ),
             ],
         ),
@@ -333,7 +387,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
             "vLLM",
             [
                 (
-                    8,
+                    6,
                     8,
                     panel(
                         "Requests",
@@ -345,21 +399,26 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     ),
                 ),
                 (
-                    8,
+                    6,
                     8,
                     panel(
                         "Tokens per second",
-                        "By how the replica started: restored ones are as fast as cold ones.",
-                        [
-                            (
-                                f"avg by ({MODE_LABEL}) (rate({VLLM[2]}{{{vllm}}}[{RATE}]))",
-                                "{{" + MODE_LABEL + "}}, mean of a replica",
-                            )
-                        ],
+                        "Of all replicas, by how they started.",
+                        [(f"sum by ({MODE_LABEL}) (rate({VLLM[2]}{{{started}}}[{RATE}]))", "{{" + MODE_LABEL + "}}")],
                     ),
                 ),
                 (
+                    6,
                     8,
+                    panel(
+                        "Seconds per token",
+                        "Mean, by how the replica started: restored ones are as fast as cold ones.",
+                        [(mean(VLLM[4], started, MODE_LABEL), "{{" + MODE_LABEL + "}}")],
+                        unit="s",
+                    ),
+                ),
+                (
+                    6,
                     8,
                     panel(
                         "Time to first token",

@@ -312,6 +312,22 @@ async def test_a_cold_start_a_capture_and_a_restore_are_counted_once(box: Box) -
     assert total(found, "vllmsnapshot_start_phase_seconds_sum", mode="restore", phase="reload") == 1.5
 
 
+async def test_what_is_drawn_is_there_before_its_first_event(box: Box) -> None:
+    """Prometheus sees no increase of a series that begins at 1: the first start of a new node would never be in a graph."""
+    before = scrape(box.node.metrics)
+    await box.cold_and_captured()
+    await box.restored()
+    after = scrape(box.node.metrics)
+    drawn = ("decisions_total", "starts_total", "captures_total", "restores_total", "_seconds_count", "artifact_bytes_count")
+    happened = {
+        key
+        for key, value in after.items()
+        if value and key[0].endswith(drawn) and "reconcile" not in key[0] and "api" not in key[0]
+    }
+    assert len(happened) > 10
+    assert happened - before.keys() == set()
+
+
 async def test_another_agent_counts_nothing_that_was_counted_before(box: Box) -> None:
     await box.cold_and_captured()
     await box.restored()

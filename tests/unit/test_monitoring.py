@@ -10,6 +10,7 @@ from typing import Any
 import yaml
 
 from tests.chart import CHART, ROOT, render
+from tests.cluster import discover
 from tools import dashboard
 from vllmsnapshot import metrics as common
 from vllmsnapshot.agent import metrics as agent
@@ -52,7 +53,7 @@ def test_every_metric_that_is_asked_for_exists() -> None:
         names = re.findall(r"\b(?:vllmsnapshot_(?!io_)|vllm:|process_)\w+", query)
         assert names, where
         for name in names:
-            base = re.sub("_bucket$", "", name)
+            base = re.sub("_(bucket|sum|count)$", "", name)
             known = family_of(name) is not None or base in dashboard.VLLM or name == "process_resident_memory_bytes"
             assert known, f"{where}: {name}"
 
@@ -189,3 +190,56 @@ def test_the_monitors_select_what_there_is() -> None:
     assert replicas["spec"]["podMetricsEndpoints"][0]["port"] == c.PORT_NAME
     spelled = {re.sub(r"[^a-zA-Z0-9_]", "_", label) for label in replicas["spec"]["podTargetLabels"]}
     assert spelled == {dashboard.SNAPSHOT_LABEL, dashboard.MODE_LABEL}
+
+
+def test_the_local_clusters_discovery_finds_what_the_monitors_select() -> None:
+    def pod(name: str, labels: dict[str, str], port: str, *, phase: str = "Running") -> dict[str, Any]:
+        container = {"name": "x", "ports": [{"name": port, "containerPort": 8000}, {"name": "other", "containerPort": 1}]}
+        return {
+            "metadata": {"name": name, "namespace": "ns", "labels": labels},
+            "spec": {"nodeName": "node-a", "containers": [container]},
+            "status": {"podIP": "10.0.0.1", "phase": phase},
+        }
+
+    objects = render(ALL_ON)
+    replica = {c.LABEL_ROLE: c.ROLE_REPLICA, c.LABEL_SNAPSHOT: "smol"}
+    workloads = {
+        o["spec"]["template"]["metadata"]["labels"][c.LABEL_COMPONENT]: o["spec"]["template"]
+        for o in objects
+        if o["kind"] in ("Deployment", "DaemonSet")
+    }
+    found = discover.targets(
+        [
+            pod("starting", replica, c.PORT_NAME),
+            pod("restored", {**replica, c.LABEL_START_MODE: c.START_RESTORE}, c.PORT_NAME),
+            pod("pending", replica, c.PORT_NAME, phase="Pending"),
+            pod("stranger", {"app": "x"}, c.PORT_NAME),
+            *(pod(name, template["metadata"]["labels"], "health") for name, template in workloads.items()),
+        ]
+    )
+    mine = {"namespace": "ns", dashboard.SNAPSHOT_LABEL: "smol"}
+    assert found["replicas.json"] == [
+        {"targets": ["10.0.0.1:8000"], "labels": {**mine, "pod": "starting"}},
+        {"targets": ["10.0.0.1:8000"], "labels": {**mine, "pod": "restored", dashboard.MODE_LABEL: c.START_RESTORE}},
+    ]
+    assert {item["labels"]["job"] for item in found["components.json"]} == {
+        o["metadata"]["name"] for o in objects if o["kind"] == "Service"
+    }
+    assert [item["labels"].get("node") for item in found["components.json"] if item["labels"]["pod"] == "agent"] == ["node-a"]
+    ports = {port["name"] for template in workloads.values() for item in template["spec"]["containers"] for port in item["ports"]}
+    assert ports == {"health"}
+
+
+def test_what_happens_now_and_then_is_drawn_once_an_interval() -> None:
+    """A rate looks back over four scrapes: with a point per scrape one event would be drawn four times."""
+    for panel in dashboard.dashboard()["panels"]:
+        bars = panel["type"] == "timeseries" and panel["fieldConfig"]["defaults"]["custom"].get("drawStyle") == "bars"
+        if bars or "increase(" in json.dumps(panel.get("targets", [])):
+            assert panel["interval"] == dashboard.EVENTS, panel["title"]
+
+
+def test_a_stat_shows_no_query_for_a_name() -> None:
+    """Grafana calls a series without labels and legend by its query."""
+    for panel in dashboard.dashboard()["panels"]:
+        if panel["type"] == "stat":
+            assert panel["options"]["textMode"] == "value", panel["title"]

@@ -198,8 +198,25 @@ FAMILIES = (
 )
 
 # A counter that appears with its first event has no increase by it: Prometheus compares with the sample before. So the series of
-# what rarely happens and is alerted on are there, at 0, from the start.
+# what rarely happens and is alerted on or drawn are there, at 0, from the start.
 _R = c.Reason
+EXPECTED_STARTS = (
+    (c.START_RESTORE, _R.RESTORED),
+    *(
+        (c.START_COLD, reason)
+        for reason in (
+            _R.NO_ARTIFACT,
+            _R.CAPTURE_IN_PROGRESS,
+            _R.IDENTITY_MISMATCH,
+            _R.ARTIFACT_QUARANTINED,
+            _R.RECAPTURE,
+            _R.RESTORE_FAILED,
+            _R.RESTORE_TIMEOUT,
+            _R.RESTORE_DIED,
+            _R.UNATTENDED,
+        )
+    ),
+)
 EXPECTED_RESTORES = (
     ("succeeded", _R.RESTORED),
     ("aborted", _R.AGENT_RESTARTED),
@@ -241,6 +258,16 @@ EXPECTED_CAPTURES = (
         )
     ),
 )
+_OF_ONE_MODE = {
+    c.START_COLD: {"engine", "barrier"},
+    c.START_RESTORE: {"queue", "verify", "stage", "criu", "accelerator"},
+}
+EXPECTED_PHASES = tuple(
+    (mode, phase)
+    for mode, other in ((c.START_COLD, c.START_RESTORE), (c.START_RESTORE, c.START_COLD))
+    for phase in START_PHASES
+    if phase not in _OF_ONE_MODE[other]
+)
 
 SERVING = "Serving"
 _CHECK_VALUES = {"Pass": 1.0, "Warn": 0.5, "Fail": 0.0}
@@ -260,6 +287,9 @@ class Metrics(Common):
         self._captures = CAPTURES.counter(self.registry)
         self._capture_phases = CAPTURE_PHASE_SECONDS.histogram(self.registry)
         self._bytes = ARTIFACT_BYTES.histogram(self.registry)
+        for labels in EXPECTED_STARTS:
+            self._decisions.labels(*labels)
+            self._starts.labels(*labels)
         for labels in EXPECTED_RESTORES:
             self._restores.labels(*labels)
         for labels in EXPECTED_CAPTURES:
@@ -267,6 +297,10 @@ class Metrics(Common):
         for mode in (c.START_COLD, c.START_RESTORE):
             self._start_seconds.labels(mode)
             self._restart_seconds.labels(mode)
+        for labels in EXPECTED_PHASES:
+            self._start_phases.labels(*labels)
+        for phase in CAPTURE_PHASES:
+            self._capture_phases.labels(phase)
         self._served = Once()
         self._answered = Once()
 
