@@ -165,6 +165,12 @@ def test_no_phase_of_a_report_is_invisible_and_none_leaves_the_frame(report: Pod
     assert [span.at for span in found if not span.depth] == sorted(span.at for span in found if not span.depth)
 
 
+def test_a_start_without_a_barrier_is_shown_by_its_parts() -> None:
+    phases = {"container_s": 1.0, "import_s": 6.0, "engine_s": 17.0, "canary_s": 14.0, "total_s": 39.0}
+    found = [(span.name, span.at, span.depth) for span in timeline.spans("cold", phases)]
+    assert found == [("container", 0.0, 0), ("import", 1.0, 0), ("engine", 7.0, 0), ("canary", 24.0, 0)]
+
+
 def test_a_report_without_phases_has_no_timeline() -> None:
     assert timeline.spans("cold", {}) == []
     assert timeline.bar(0.0, 1.0, 0.0, 10) == ""
@@ -443,3 +449,22 @@ def test_the_plot_is_an_svg_whose_bars_add_up() -> None:
         assert sum(float(bar.get("width") or 0) for bar in mine) == pytest.approx(run.seconds * scale, abs=1.0 + len(mine) * 0.5)
     assert "<&>" in [item.text for item in root.iter(f"{space}text")]
     assert set(plot.COLOURS) >= {span.name for run in RUNS for span in bench.spans(run)}
+
+
+@pytest.mark.parametrize(("longest", "step"), [(0.004, 0.0005), (2.6, 0.5), (40.9, 10.0), (8.0, 1.0), (300.0, 50.0)])
+def test_the_lines_of_the_plot_are_at_round_numbers(longest: float, step: float) -> None:
+    assert plot.tick(longest) == pytest.approx(step)
+    assert longest / step <= plot.TICKS
+
+
+def test_the_legend_of_the_plot_stays_on_it() -> None:
+    phases = dict.fromkeys(("schedule_s", "container_s", "decide_s", "import_s", "engine_s", "canary_s", "bind_s"), 3.0)
+    runs = [bench.Run(bench.COLD, 21.0, "n", phases), *RUNS]
+    root = ET.fromstring(plot.svg("t", runs))
+    space = "{http://www.w3.org/2000/svg}"
+    keys = [item for item in root.iter(f"{space}rect") if item.get("height") == "12"]
+    assert {item.get("fill") for item in keys} >= {plot.COLOURS[name] for name in ("import", "engine", "canary", "restore")}
+    bottom = float(root.get("viewBox", "").split()[3])
+    for item in keys:
+        assert float(item.get("x", "0")) < plot.WIDTH - 60
+        assert float(item.get("y", "0")) + 12 < bottom

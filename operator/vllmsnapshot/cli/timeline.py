@@ -67,11 +67,16 @@ SERVING = (
 
 
 def spans(start: str, phases: Mapping[str, float]) -> list[Span]:
-    """The phases in order, one after another. What the agent did not report is left out."""
+    """The phases in order, one after another. What the agent did not report is left out; of a whole that it did not report (a
+    start without a barrier) the parts stand for themselves."""
     found: list[Span] = []
     at = 0.0
     for name, key, parts in (*(RESTORED if start == c.START_RESTORE else COLD), SERVING):
         if key not in phases:
+            for part, part_key in parts:
+                if part_key in phases:
+                    found.append(Span(part, at, phases[part_key]))
+                    at += phases[part_key]
             continue
         found.append(Span(name, at, phases[key]))
         inner = at
