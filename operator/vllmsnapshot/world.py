@@ -20,6 +20,7 @@ from .api.types import (
     DeletionPolicy,
     PodReport,
     PodSettings,
+    RestorePolicy,
     VLLMSnapshotContentStatus,
     VLLMSnapshotSpec,
     VLLMSnapshotStatus,
@@ -211,6 +212,8 @@ class Content:
     captured: bool = False
     failed: bool = False
     quarantined: bool = False
+    slower: str = ""
+    """Why it is not worth being restored from: what restores took, and a cold start. Empty if it is."""
     reason: str = ""
     message: str = ""
     captured_at: float = 0.0
@@ -244,6 +247,7 @@ class Content:
             captured=captured and not failed,
             failed=failed,
             quarantined=quarantined,
+            slower=(condition(obj, c.SLOWER).get("message") or c.SLOWER) if is_true(obj, c.SLOWER) else "",
             reason=shown.get("reason") or "",
             message=shown.get("message") or "",
             captured_at=timestamp(status.artifact.captured_at) if status.artifact else created,
@@ -308,6 +312,10 @@ class Observed:
             and content.node in self.nodes
             and self.stale(content) is None
         )
+
+    def worthwhile(self, content: Content, policy: RestorePolicy) -> bool:
+        """A replica of its identity on its node is restored from it, but for a probe."""
+        return self.usable(content) and (not content.slower or policy == RestorePolicy.REQUIRE)
 
 
 def age(content: Content) -> tuple[float, str]:

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from vllmsnapshot.agent.breakeven import PROBE_AFTER_S, SAMPLES
 from vllmsnapshot.agent.config import Config
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
@@ -16,7 +18,7 @@ from vllmsnapshot.kube import CONTENTS, PODS, SNAPSHOTS, Object
 
 from . import world
 from .virtual import run
-from .world import NAME, NAMESPACE, World
+from .world import LOAD_S, NAME, NAMESPACE, RELOAD_S, World
 
 Live = Callable[[Callable[[World], Awaitable[None]]], None]
 
@@ -101,6 +103,67 @@ def test_a_node_that_changed_is_told_before_anybody_is_restored_and_the_artifact
         x.apply(replicas=3)
         await x.rest()
         assert started(x)[-1] == RESTORED
+
+    live(scenario)
+
+
+async def restarted(x: World, times: int = 1) -> None:
+    """Every engine dies, and each replica starts again where it is."""
+    for _ in range(times):
+        x.crash()
+        await x.rest(quiet_s=200.0)
+
+
+def test_restores_that_are_slower_than_a_cold_start_end_until_a_probe_is_quick(live: Live) -> None:
+    async def scenario(x: World) -> None:
+        x.apply(replicas=1)
+        await x.rest()
+        [first] = contents(x)
+        assert first["status"]["artifact"]["coldStart"].startswith("40.")
+        x.reload_s = LOAD_S + 20.0  # the model's volume has become slow, and an engine that starts cold has its files cached
+        await restarted(x, SAMPLES)
+        assert started(x) == [RESTORED], "the third slow one is the proof"
+        assert (shown(x, c.SNAPSHOT_READY), shown(x, c.DEGRADED)) == (
+            ("False", Reason.RESTORE_SLOWER),
+            ("True", Reason.RESTORE_SLOWER),
+        )
+        await restarted(x)
+        assert started(x) == [(c.START_COLD, Reason.RESTORE_SLOWER)]
+        x.apply(replicas=2)
+        await x.rest()
+        assert started(x) == [(c.START_COLD, Reason.RESTORE_SLOWER)] * 2
+        [same] = contents(x)
+        assert same["metadata"]["uid"] == first["metadata"]["uid"], "there is nothing to be captured"
+        x.apply(replicas=1)
+        await x.rest()
+
+        await asyncio.sleep(PROBE_AFTER_S)
+        await restarted(x)
+        assert started(x) == [RESTORED], "a probe"
+        await restarted(x)
+        assert started(x) == [(c.START_COLD, Reason.RESTORE_SLOWER)], "it was slow"
+
+        x.reload_s = RELOAD_S
+        await asyncio.sleep(PROBE_AFTER_S)
+        await restarted(x, 2)
+        assert started(x) == [RESTORED]
+        assert (shown(x, c.SNAPSHOT_READY)[0], shown(x, c.DEGRADED)[0]) == ("True", "False")
+
+    live(scenario)
+
+
+def test_a_new_artifact_is_judged_anew(live: Live) -> None:
+    async def scenario(x: World) -> None:
+        x.apply(replicas=1)
+        await x.rest()
+        x.reload_s = LOAD_S + 20.0
+        await restarted(x, SAMPLES)
+        assert shown(x, c.DEGRADED) == ("True", Reason.RESTORE_SLOWER)
+        x.server.edit(SNAPSHOTS, NAME, NAMESPACE, lambda obj: obj["metadata"].update(annotations={c.ANNOTATION_RECAPTURE: "1"}))
+        await x.rest(quiet_s=200.0)
+        assert shown(x, c.DEGRADED)[0] == "False"
+        await restarted(x)
+        assert started(x) == [RESTORED]
 
     live(scenario)
 

@@ -259,7 +259,7 @@ class Container:
         with protocol.open_dir(self.control) as fd:
             while (release := Release.load(fd)) is None:
                 await self._sleep(engine, 0.25)
-        await self._sleep(engine, RELOAD_S)
+        await self._sleep(engine, self.world.reload_s)
         if engine.expected.differs(engine.oracle):
             # Its own canary: it never binds.
             engine.alive, engine.exit_code = False, protocol.EXIT_CODES[protocol.Reason.CANARY_MISMATCH]
@@ -381,7 +381,12 @@ class SimOps(LocalOps):
                 mapped=[],
                 files=files,
                 phases={"total": 1.0},
-                extra={"content_uid": order.content_uid, "identity": order.identity, "oracle": oracle.to_dict()},
+                extra={
+                    "content_uid": order.content_uid,
+                    "identity": order.identity,
+                    "oracle": oracle.to_dict(),
+                    "cold_s": order.cold_s,
+                },
             )
             return _stored(draft.publish(manifest))
 
@@ -538,6 +543,7 @@ class World:
         self.wall = 0.0
         """How far somebody has set the clock."""
         self.boot = 1
+        self.reload_s = RELOAD_S
         self.moved: dict[str, str] = {}
         """What stands behind a tag, where that is not what it says."""
         self.loop.set_task_factory(self._make_task)

@@ -213,7 +213,7 @@ class ScriptedOps:
             raise self.broken["publish"]
         self.tick("before publish")
         made = artifact(order.content, order.content_uid, oracle=oracle, foreign=foreign)
-        made = replace(made, weights=order.weights, weights_reason=order.weights_reason)
+        made = replace(made, weights=order.weights, weights_reason=order.weights_reason, cold_s=order.cold_s)
         self.store[order.content] = made
         self.tick("published")
         return made

@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vllmsnapshot.agent import decide, report
+from vllmsnapshot.agent.breakeven import PROBE_AFTER_S, Slower
 from vllmsnapshot.agent.control import Files
 from vllmsnapshot.agent.decide import Candidate, Pod, View, choose, next_step, verdict
 from vllmsnapshot.agent.ledger import Attempt
@@ -183,6 +184,42 @@ def test_require_lets_a_replica_start_cold_where_the_node_has_moved_away_from_th
     start = choose(v)
     assert (start.mode, start.attended, start.reason) == ("cold", True, Reason.IDENTITY_MISMATCH)
     assert "gpuDriver" in start.message
+
+
+@pytest.mark.parametrize(
+    ("why", "slower", "policy", "started"),
+    [
+        ("just seen", Slower(why="w", busy=False, last=NOW - 60), RestorePolicy.PREFER, ("cold", Reason.RESTORE_SLOWER)),
+        (
+            "a probe is due",
+            Slower(why="w", busy=False, last=NOW - PROBE_AFTER_S),
+            RestorePolicy.PREFER,
+            ("restore", Reason.RESTORED),
+        ),
+        ("a probe is under way", Slower(why="w", busy=True, last=0.0), RestorePolicy.PREFER, ("cold", Reason.RESTORE_SLOWER)),
+        ("it is wanted", Slower(why="w", busy=False, last=NOW - 60), RestorePolicy.REQUIRE, ("restore", Reason.RESTORED)),
+    ],
+)
+def test_an_artifact_that_is_slower_than_a_cold_start(
+    why: str, slower: Slower, policy: RestorePolicy, started: tuple[str, str]
+) -> None:
+    start = choose(view(candidates=(replace(ART, slower=slower),), settings=PodSettings(restore_policy=policy)))
+    assert (start.mode, start.reason) == started, why
+    assert not start.attended, "no capture comes of it"
+    # What was decided goes on: the verdict is no reason to stop in the middle.
+    assert isinstance(next_step(view(RESTORE, candidates=(replace(ART, slower=slower),))), decide.Restore)
+
+
+def test_another_artifact_is_taken_where_the_newest_is_slower() -> None:
+    newest = replace(ART, name="newest", captured_at="2027-01-03T00:00:00Z", slower=Slower(why="w", busy=False, last=NOW))
+    assert choose(view(candidates=(ART, newest))).content == "art"
+
+
+def test_a_good_restore_is_measured_from_its_beginning() -> None:
+    begun = ("art", Attempt(pod="uid-b", incarnation=WORD, at=NOW - 8.5))
+    step = next_step(view(RESTORE, RESTORED, RELEASE, serving(), age=1.0, candidates=(ART,), attempts=(begun,)))
+    assert isinstance(step, decide.Settle)
+    assert (step.outcome, step.seconds) == ("succeeded", 7.5)
 
 
 def test_an_incapable_node_starts_cold_without_a_barrier() -> None:

@@ -26,7 +26,18 @@ def test_every_reason_has_a_meaning() -> None:
 
 def test_every_condition_is_described_and_names_reasons_that_exist() -> None:
     assert len(CONDITIONS) == len(catalog.CONDITIONS)
-    kinds = {c.READY, c.GPU_READY, c.SNAPSHOT_READY, c.PROGRESSING, c.DEGRADED, c.STALE, c.CAPTURED, c.FAILED, c.QUARANTINED}
+    kinds = {
+        c.READY,
+        c.GPU_READY,
+        c.SNAPSHOT_READY,
+        c.PROGRESSING,
+        c.DEGRADED,
+        c.STALE,
+        c.CAPTURED,
+        c.FAILED,
+        c.QUARANTINED,
+        c.SLOWER,
+    }
     assert {doc.type for doc in catalog.CONDITIONS} == kinds | {c.CONDITION_VERIFIED}
     for doc in catalog.CONDITIONS:
         assert len(doc.reasons) == len(set(doc.reasons))

@@ -216,6 +216,15 @@ def test_artifacts_inspect() -> None:
     assert plain(artifacts.inspect(content(verification=VERIFICATION), NOW)) == INSPECTED
     failed = plain(artifacts.inspect(content(kind=c.FAILED, reason="DumpFailed", message="criu: no"), NOW))
     assert "State:        Failed: DumpFailed: criu: no\n" in failed
+    item = content()
+    why = "the last 3 restores took 9.0, 9.0 and 9.0 s until they served, a cold start 8.0 s"
+    item["status"]["conditions"].append(condition(c.SLOWER, True, "RestoreSlower", why))
+    item["status"]["artifact"]["coldStart"] = "8.00s"
+    item["status"]["environment"]["cpuFlags"] = "avx sse"
+    slower = plain(artifacts.inspect(item, NOW))
+    assert f"State:        Slower: {why}\n" in slower
+    assert "Cold start:   8.00s\n" in slower
+    assert "  cpuFlags              2 flags\n" in slower
 
 
 def test_artifacts_list() -> None:

@@ -74,7 +74,16 @@ def test_each_process_exposes_what_is_declared_and_nothing_else(tmp_path: Path) 
 
 
 def node_state(**changed: Any) -> Iterator[Any]:
-    state = {"in_flight": 0, "artifacts": {}, "quarantined": [], "capable": True, "free": 0, "checks": [], "outbox": 0}
+    state = {
+        "in_flight": 0,
+        "artifacts": {},
+        "quarantined": [],
+        "slower": [],
+        "capable": True,
+        "free": 0,
+        "checks": [],
+        "outbox": 0,
+    }
     return agent_metrics.node_state(**{**state, **changed})
 
 
@@ -190,6 +199,7 @@ def test_the_state_of_a_snapshot() -> None:
         contents=(
             captured("good"),
             captured("moved", node="elsewhere"),
+            captured("slow", slower="than a cold start"),
             captured("bad", quarantined=True, status=restores(3)),
             captured("never", captured=False, failed=True),
             captured("ordered", captured=False),
@@ -204,12 +214,13 @@ def test_the_state_of_a_snapshot() -> None:
     assert total(found, "vllmsnapshot_snapshot_replicas_ready", **mine) == 2
     assert by(found, "vllmsnapshot_snapshot_artifacts", "state") == {
         "usable": 1,
+        "slower": 1,
         "unusable": 1,
         "quarantined": 1,
         "failed": 1,
         "ordered": 1,
     }
-    assert total(found, "vllmsnapshot_snapshot_artifact_bytes", **mine) == 14
+    assert total(found, "vllmsnapshot_snapshot_artifact_bytes", **mine) == 21
     assert total(found, "vllmsnapshot_snapshot_consecutive_restore_failures", **mine) == 3
     assert by(found, "vllmsnapshot_snapshot_last_start_seconds", "start_mode") == {"restore": 2.6, "cold": 40.9}
     assert by(found, "vllmsnapshot_snapshot_condition", "condition") == {
@@ -503,8 +514,9 @@ def test_the_gauges_of_a_node(box: Box) -> None:
     process.show(
         lambda: node_state(
             in_flight=2,
-            artifacts={"a": 10, "b": 30},
+            artifacts={"a": 10, "b": 29, "s": 1},
             quarantined=["b", "of-another-store"],
+            slower=["b", "s", "of-another-store"],
             capable=False,
             free=5,
             checks=checks,
@@ -512,13 +524,13 @@ def test_the_gauges_of_a_node(box: Box) -> None:
         )
     )
     found = scrape(process)
-    assert by(found, "vllmsnapshot_agent_artifacts", "state") == {"usable": 1, "quarantined": 1}
+    assert by(found, "vllmsnapshot_agent_artifacts", "state") == {"usable": 1, "quarantined": 1, "slower": 1}
     assert by(found, "vllmsnapshot_agent_node_check", "check") == {"kernel": 1, "disk": 0.5, "criu": 0}
     for name, value in {
         "restores_in_flight": 2,
         "store_used_bytes": 40,
         "store_free_bytes": 5,
-        "store_largest_artifact_bytes": 30,
+        "store_largest_artifact_bytes": 29,
         "node_capable": 0,
         "outbox_depth": 3,
     }.items():

@@ -329,6 +329,18 @@ def test_an_image_that_moved_on_is_stale_until_replacing_the_artifact_was_in_vai
     assert shown(made, c.DEGRADED) == ("True", R.ARTIFACT_QUARANTINED)
 
 
+def test_restores_that_are_slower_than_a_cold_start_are_said_unless_they_are_required() -> None:
+    seen = see(contents=(captured(slower="the last 3 restores took 9.0, 9.0 and 9.0 s until they served, a cold start 8.0 s"),))
+    made = compute(seen)
+    assert (shown(made, c.SNAPSHOT_READY), shown(made, c.DEGRADED)) == (("False", R.RESTORE_SLOWER), ("True", R.RESTORE_SLOWER))
+    assert "a cold start 8.0 s" in conditions(made)[c.DEGRADED].message
+    required = compute(seen, restore={"policy": "Require"})
+    assert (shown(required, c.SNAPSHOT_READY)[0], shown(required, c.DEGRADED)[0]) == ("True", "False")
+    # A node on which they are quicker is the one that is named.
+    two = dataclasses.replace(seen, contents=(*seen.contents, captured("d", node="other")), nodes=frozenset({"node", "other"}))
+    assert conditions(compute(two))[c.SNAPSHOT_READY].message == "new replicas are restored on 1 node: other"
+
+
 def test_a_reboot_voids_nothing() -> None:
     old = captured(status=VLLMSnapshotContentStatus(environment={"bootId": "1", "kernelRelease": "6.18"}))
     made = compute(see(contents=(old,), environments={"node": {"bootId": "2", "kernelRelease": "6.18"}}))

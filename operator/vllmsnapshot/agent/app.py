@@ -375,6 +375,7 @@ class Agent:
             in_flight=len(self.pods.slots),
             artifacts={x.content: x.bytes for x in n.stored.values()},
             quarantined=[x.name for x in n.candidates() if x.quarantined],
+            slower=[x.name for x in n.candidates() if x.slower is not None],
             capable=n.health.capable,
             free=n.health.store_bytes_free,
             checks=n.health.checks,

@@ -10,10 +10,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from vllmsnapshot_child.protocol import ENDING, HELLO, PROTOCOL_VERSION, READY, START, Oracle, Start
+from vllmsnapshot_child.protocol import ENDING, HELLO, PROTOCOL_VERSION, READY, SERVING, START, Oracle, Start
 
 from ..api.constants import DISCARD, Reason
 from ..api.types import PodSettings, RestorePolicy, Toggle
+from .breakeven import Slower, declined, plausible
 from .control import Files
 from .ledger import Attempt, Outcome
 from .nodeops import PodRef
@@ -79,6 +80,7 @@ class Candidate:
     foreign: bool = False
     captured_at: str = ""
     oracle: Oracle | None = None
+    slower: Slower | None = None  # than a cold start
 
     @property
     def open(self) -> bool:
@@ -180,6 +182,7 @@ class Settle:
     outcome: Outcome
     reason: str = ""
     message: str = ""
+    seconds: float = 0.0  # from its beginning until the replica served
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -453,7 +456,10 @@ def _serving_step(v: View) -> Step:
         return Condemn(contents=tuple(sorted(names)), message=f"wrong answer: {difference}"[:1000])
     found = v.attempt()
     if found is not None and found[1].outcome == "pending":
-        return Settle(content=found[0], incarnation=found[1].incarnation, outcome="succeeded", reason=Reason.RESTORED)
+        took = plausible(v.files.at.get(SERVING, 0.0) - found[1].at)
+        return Settle(
+            content=found[0], incarnation=found[1].incarnation, outcome="succeeded", reason=Reason.RESTORED, seconds=took or 0.0
+        )
     return Wait(why="serving")
 
 
@@ -475,8 +481,14 @@ def choose(v: View) -> Start:
     fitting = [x for x in v.candidates if x.belongs(v.pod, v.node)]
     usable = [x for x in fitting if _unusable(v, x) is None]
     if usable and len(hello.failed_restores) < MAX_RESTORES:
-        best = max(usable, key=lambda x: (x.captured_at, x.name))
-        return _start(v, "restore", Reason.RESTORED, f"from {best.name}", content=best.name)
+        # Require says that restored is what counts, whatever it takes.
+        always = settings.restore_policy == RestorePolicy.REQUIRE
+        quicker = [x for x in usable if always or not declined(x.slower, v.now)]
+        best = max(quicker or usable, key=lambda x: (x.captured_at, x.name))
+        if quicker or best.slower is None:
+            return _start(v, "restore", Reason.RESTORED, f"from {best.name}", content=best.name)
+        # There is an artifact, so no capture comes of it: without the barrier it is as quick as plain vLLM.
+        return _start(v, "cold", Reason.RESTORE_SLOWER, f"{best.name}: {best.slower.why}")
     return _otherwise(v, *_why_not(v, fitting))
 
 

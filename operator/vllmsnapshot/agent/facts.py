@@ -11,6 +11,7 @@ from ..api import constants as c
 from ..api.types import PodReport, PodSettings, VLLMSnapshotContentSpec, VLLMSnapshotContentStatus
 from ..environment import differences
 from ..objects import Object, condition, is_true, timestamp
+from . import breakeven
 from .decide import INIT_DECISION_TIMEOUT_S, Candidate, Pod
 from .ledger import Entry
 from .nodeops import PodRef, Stored
@@ -196,4 +197,5 @@ def candidate(obj: Object, stored: Stored | None, entry: Entry, here: Mapping[st
         foreign=mine is not None and mine.foreign,
         captured_at=mine.captured_at if mine is not None else "",
         oracle=mine.oracle if mine is not None else None,
+        slower=breakeven.look(entry, mine.cold_s) if mine is not None else None,
     )

@@ -62,6 +62,10 @@ class Attempt:
     reason: str = ""
     message: str = ""
     at: float = 0.0
+    seconds: float = 0.0
+    """From `at` until the replica served; 0 where it did not, or was not measured."""
+    alone: bool = False
+    """No other restore of this node was under way at any time of this one."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -220,7 +224,9 @@ class Ledger:
             entry = self.entry(content, uid)
             if any(a.pod == pod and a.incarnation == incarnation for a in entry.attempts):
                 return
-            self.put(content, replace(entry, attempts=(*entry.attempts, Attempt(pod=pod, incarnation=incarnation, at=now))))
+            alone = not any(a.outcome == "pending" for x in self._entries.values() for a in x.attempts)
+            attempt = Attempt(pod=pod, incarnation=incarnation, at=now, alone=alone)
+            self.put(content, replace(entry, attempts=(*entry.attempts, attempt)))
 
     def settle(
         self,
@@ -232,8 +238,9 @@ class Ledger:
         message: str = "",
         *,
         budget: int = 3,
+        seconds: float = 0.0,
     ) -> bool:
-        """Record how a pending restore ended; False if it was settled before or never begun.
+        """Record how a pending restore ended, and after how many seconds; False if it was settled before or never begun.
 
         A counted failure quarantines the content once `budget` of them came in a row, and at once if it proves the artifact bad.
         """
@@ -247,7 +254,10 @@ class Ledger:
             )
             if i is None:
                 return False
-            done = replace(entry.attempts[i], outcome=outcome, reason=reason, message=message[:1000])
+            mine = entry.attempts[i]
+            others = (a for x in self._entries.values() for a in x.attempts if a is not mine)
+            alone = mine.alone and all(a.at < mine.at for a in others)
+            done = replace(mine, outcome=outcome, reason=reason, message=message[:1000], seconds=seconds, alone=alone)
             attempts = [*entry.attempts[:i], *entry.attempts[i + 1 :], done]
             finished = [a for a in attempts if a.outcome != "pending"][-KEEP:]
             entry = replace(entry, attempts=tuple(a for a in attempts if a.outcome == "pending" or a in finished))
@@ -317,7 +327,8 @@ def _entry(raw: dict[str, Any]) -> Entry:
         values[name] = Why(reason=str(raw[name]["reason"]), message=str(raw[name]["message"])) if raw.get(name) else None
     entry = Entry(**values)
     numbers = (entry.succeeded, entry.failed, entry.consecutive)
-    if not all(type(n) is int and n >= 0 for n in numbers) or not all(type(a.at) in (int, float) for a in entry.attempts):
+    times = (x for a in entry.attempts for x in (a.at, a.seconds))
+    if not all(type(n) is int and n >= 0 for n in numbers) or not all(type(x) in (int, float) for x in times):
         raise ValueError("a number is none")
     return entry
 

@@ -15,7 +15,7 @@ from vllmsnapshot_child.protocol import Oracle, ProtocolError
 
 from ..api import constants as c
 from ..api.constants import Reason
-from . import capture, cuda, doctor, gpu_doctor, gpu_facts, identity, restore, seccomp
+from . import breakeven, capture, cuda, doctor, gpu_doctor, gpu_facts, identity, restore, seccomp
 from .accelerator import Accelerator, Cpu
 from .config import Config
 from .containers import Container, find, kill_all
@@ -181,6 +181,7 @@ class LocalOps:
                     "foreign": foreign,
                     "weights": order.weights,
                     "weights_reason": order.weights_reason,
+                    "cold_s": order.cold_s,
                 },
             )
             with self._ended_if_lost(container):
@@ -213,6 +214,7 @@ def _stored(manifest: Manifest) -> Stored:
     oracle = None
     with contextlib.suppress(ProtocolError):
         oracle = Oracle.from_dict(extra.get("oracle"), "manifest: oracle")
+    cold = extra.get("cold_s")
     return Stored(
         content=manifest.content,
         content_uid=str(extra.get("content_uid", "")),
@@ -225,4 +227,5 @@ def _stored(manifest: Manifest) -> Stored:
         foreign=extra.get("foreign") is True,
         weights=str(extra.get("weights", "")),
         weights_reason=str(extra.get("weights_reason", "")),
+        cold_s=breakeven.plausible(cold) if isinstance(cold, int | float) else None,
     )

@@ -138,7 +138,7 @@ HELD = Family(
     name="vllmsnapshot_agent_artifacts",
     kind="gauge",
     help="Artifacts in the node's store, by state.",
-    labels={"state": "`usable` or `quarantined`"},
+    labels={"state": "`usable`, `quarantined`, or `slower` than a cold start"},
 )
 STORE_USED = Family(
     name="vllmsnapshot_agent_store_used_bytes",
@@ -385,15 +385,18 @@ def node_state(
     in_flight: int,
     artifacts: Mapping[str, int],
     quarantined: Iterable[str],
+    slower: Iterable[str],
     capable: bool,
     free: int,
     checks: Iterable[Check],
     outbox: int,
 ) -> Iterator[Metric]:
-    """The gauges of a node. `artifacts` is bytes by content, `quarantined` names of contents, `free` bytes."""
+    """The gauges of a node. `artifacts` is bytes by content, `quarantined` and `slower` names of contents, `free` bytes."""
     bad = artifacts.keys() & set(quarantined)
+    slow = (artifacts.keys() & set(slower)) - bad
     yield IN_FLIGHT.now([((), in_flight)])
-    yield HELD.now([(("usable",), len(artifacts) - len(bad)), (("quarantined",), len(bad))])
+    usable = len(artifacts) - len(bad) - len(slow)
+    yield HELD.now([(("usable",), usable), (("quarantined",), len(bad)), (("slower",), len(slow))])
     yield STORE_USED.now([((), sum(artifacts.values()))])
     yield STORE_FREE.now([((), free)])
     yield STORE_LARGEST.now([((), max(artifacts.values(), default=0))])

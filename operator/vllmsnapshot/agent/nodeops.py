@@ -37,6 +37,7 @@ class Order:
     host_network: bool = False
     weights: str = ""  # Discard or Keep, as the engine says, and why
     weights_reason: str = ""
+    cold_s: float | None = None  # what a cold start takes, by that of the replica (see `breakeven`)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -54,6 +55,7 @@ class Stored:
     foreign: bool = False  # the captured server is vLLM's own, which writes no serving.json
     weights: str = ""
     weights_reason: str = ""
+    cold_s: float | None = None
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -27,7 +27,7 @@ from ..api.constants import Reason
 from ..api.types import Verification, VerificationOutcome, VLLMSnapshotContentStatus
 from ..kube import CONTENTS, EVENTS, PODS, ApiError, Kube, Object
 from ..objects import condition, is_true
-from . import decide, facts, report
+from . import breakeven, decide, facts, report
 from .cache import Cache
 from .control import Files, control_path, read_files, write_restored
 from .decide import Candidate, Pod, View, next_step
@@ -396,7 +396,9 @@ class Pods:
 
     def _settle_in_ledger(self, content: str, pod: str, step: decide.Settle, budget: int) -> bool:
         try:
-            return self.node.ledger.settle(content, pod, step.incarnation, step.outcome, step.reason, step.message, budget=budget)
+            return self.node.ledger.settle(
+                content, pod, step.incarnation, step.outcome, step.reason, step.message, budget=budget, seconds=step.seconds
+            )
         except OSError:
             # Memory has it. A disk that is full must not keep the replica from starting cold.
             log.exception("the ledger of %s cannot be written", content)
@@ -454,6 +456,7 @@ class Pods:
             host_network=v.pod.host_network,
             weights=ready.weights,
             weights_reason=ready.weights_reason[:1000],
+            cold_s=breakeven.cold_s(v.files),
         )
         marker = self._marker(v, moved=True)
         loop = asyncio.get_running_loop()

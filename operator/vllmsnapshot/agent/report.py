@@ -30,6 +30,7 @@ from ..api.types import (
 )
 from ..environment import CPU_FLAGS
 from ..objects import micro_time, rfc3339
+from . import breakeven
 from .decide import View, on_trust, restoring, verdict
 from .ledger import Entry
 from .nodeops import Health, PodRef, Stored
@@ -266,6 +267,7 @@ def content_status(
             # The engine's own words: what is none of the two would make the whole status unacceptable.
             weights=ArtifactWeights(stored.weights) if stored.weights in list(ArtifactWeights) else None,
             weights_reason=stored.weights_reason[:1024] or None,
+            cold_start=duration(stored.cold_s) if stored.cold_s is not None else None,
         )
         phases = {str(k)[:63]: duration(x) for k, x in list(stored.phases.items())[:32]}
         environment = _facts(stored.environment)
@@ -273,6 +275,11 @@ def content_status(
         _set(conditions, c.QUARANTINED, entry.quarantined.reason, entry.quarantined.message, now)
     elif lost:
         _set(conditions, c.QUARANTINED, Reason.ARTIFACT_MISSING, "the files are not in the store of the node", now)
+    slower = breakeven.look(entry, stored.cold_s) if stored is not None else None
+    if slower is not None:
+        _set(conditions, c.SLOWER, Reason.RESTORE_SLOWER, slower.why, now, again=True)
+    elif stored is not None and c.SLOWER in conditions:
+        _set(conditions, c.SLOWER, Reason.AS_EXPECTED, "restores are quicker than a cold start again", now, status="False")
     restores = old.restores
     if entry.succeeded or entry.failed:
         restores = RestoreCounts(
@@ -297,12 +304,23 @@ def _facts(found: Mapping[str, str]) -> dict[str, str]:
     return {str(k)[:63]: str(x)[: c.FACT_LENGTH] for k, x in list(told.items())[:64]}
 
 
-def _set(conditions: dict[str, Condition], kind: str, reason: str, message: str, now: float) -> None:
-    """Make a condition True; one that is True already keeps its first reason."""
+def _set(
+    conditions: dict[str, Condition],
+    kind: str,
+    reason: str,
+    message: str,
+    now: float,
+    *,
+    status: Literal["True", "False"] = "True",
+    again: bool = False,
+) -> None:
+    """Give a condition this status. One that has it already keeps its time and its first reason; with `again` only its time."""
     old = conditions.get(kind)
-    if old is None or old.status != "True":
+    same = old is not None and old.status == status
+    if not same or again:
+        since = old.last_transition_time if old is not None and same else rfc3339(now)
         conditions[kind] = Condition(
-            type=kind, status="True", last_transition_time=rfc3339(now), reason=word(reason), message=message[:32768]
+            type=kind, status=status, last_transition_time=since, reason=word(reason), message=message[:32768]
         )
 
 

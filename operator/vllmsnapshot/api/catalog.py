@@ -24,6 +24,8 @@ REASONS: dict[str, str] = {
     R.RESTORE_FAILED: "CRIU, or a step around it, failed; the message says which.",
     R.RESTORE_TIMEOUT: "The restore took longer than `restore.timeoutSeconds`.",
     R.RESTORE_DIED: "A restored process ended before it served.",
+    R.RESTORE_SLOWER: "Restores from the artifact take longer on its node than a cold start; the message has the figures. Once an hour "
+    "one is tried.",
     R.ENGINE_RUNNING: "An engine runs in the container already: nothing is restored beside it.",
     R.FAILURE_BUDGET_SPENT: "`restore.failureBudget` restores in a row failed.",
     R.PROTOCOL_VERSION: "The child in the image speaks a protocol that the agent does not know.",
@@ -139,6 +141,7 @@ CONDITIONS: tuple[ConditionDoc, ...] = (
             R.WAITING_FOR_BARRIER,
             R.CAPTURE_FAILED,
             R.ARTIFACT_QUARANTINED,
+            R.RESTORE_SLOWER,
             R.UNATTENDED,
             R.NO_ARTIFACT,
         ),
@@ -180,6 +183,7 @@ CONDITIONS: tuple[ConditionDoc, ...] = (
             R.RESTORE_REQUIRED,
             R.ARTIFACT_QUARANTINED,
             R.CAPTURE_FAILED,
+            R.RESTORE_SLOWER,
         ),
     ),
     ConditionDoc(
@@ -213,6 +217,15 @@ CONDITIONS: tuple[ConditionDoc, ...] = (
         true="The breaker is open: nothing is restored from the artifact any more.",
         false="Never written.",
         reasons=(R.CANARY_MISMATCH, R.ARTIFACT_CORRUPT, R.IDENTITY_MISMATCH, R.FAILURE_BUDGET_SPENT, R.ARTIFACT_MISSING),
+    ),
+    ConditionDoc(
+        kind="VLLMSnapshotContent",
+        type=c.SLOWER,
+        good="False",
+        true="Restores take longer than a cold start: replicas start cold on the node, and once an hour one is restored all the same. "
+        "With `restore.policy: Require` they are restored nevertheless.",
+        false="Restores have become quicker than a cold start again. Never written before they were slower.",
+        reasons=(R.RESTORE_SLOWER, R.AS_EXPECTED),
     ),
     ConditionDoc(
         kind="VLLMSnapshotNode",

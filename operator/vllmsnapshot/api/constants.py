@@ -96,6 +96,7 @@ STALE: Final = "Stale"
 CAPTURED: Final = "Captured"
 FAILED: Final = "Failed"
 QUARANTINED: Final = "Quarantined"
+SLOWER: Final = "Slower"
 
 
 class Reason:
@@ -117,6 +118,7 @@ class Reason:
     RESTORE_FAILED: Final = "RestoreFailed"
     RESTORE_TIMEOUT: Final = "RestoreTimeout"
     RESTORE_DIED: Final = "RestoreDied"
+    RESTORE_SLOWER: Final = "RestoreSlower"
     ENGINE_RUNNING: Final = "EngineRunning"
     FAILURE_BUDGET_SPENT: Final = "FailureBudgetSpent"
     PROTOCOL_VERSION: Final = "ProtocolVersion"

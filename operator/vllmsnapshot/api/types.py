@@ -595,6 +595,12 @@ class ArtifactRecord(Model):
     captured_at: Annotated[str, Field(json_schema_extra={"format": "date-time"})]
     weights: Annotated[ArtifactWeights | None, Field(description="Whether the weights are in it.")] = None
     weights_reason: Annotated[ShortText | None, Field(description="Why, with the figures that decided.")] = None
+    cold_start: Annotated[
+        Duration | None,
+        Field(
+            description="What a cold start takes from the agent's decision on, by that of the captured replica. Restores must be quicker."
+        ),
+    ] = None
 
 
 class RestoreCounts(Model):

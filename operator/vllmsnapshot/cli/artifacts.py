@@ -12,6 +12,7 @@ from rich.text import Text
 
 from ..api import constants as c
 from ..api.types import VerificationOutcome, VLLMSnapshotSpec, seconds
+from ..environment import CPU_FLAGS
 from ..objects import timestamp
 from ..retention import doomed
 from ..world import Content, Observed, Replica, recapture
@@ -42,6 +43,8 @@ def state(item: Content) -> Cell:
         return Cell(c.QUARANTINED, BAD)
     if item.failed:
         return Cell(c.FAILED, BAD)
+    if item.slower:
+        return Cell(c.SLOWER, DOUBT)
     return Cell(c.CAPTURED, GOOD) if item.captured else Cell("Ordered", DOUBT)
 
 
@@ -67,7 +70,7 @@ def row(item: Content, where: str, now: float) -> Row:
         f"{restores.succeeded} ok, {restores.failed} failed" if restores else "-",
         verified(item, now),
         item.identity[:12],
-        ": ".join(filter(None, (item.reason, item.message))) if not item.captured or item.quarantined else "-",
+        ": ".join(filter(None, (item.reason, item.message))) if not item.captured or item.quarantined else item.slower or "-",
     )
 
 
@@ -109,7 +112,9 @@ def inspect(obj: Object, now: float, *, width: int | None = None) -> list[Text]:
     line = _field("State", "")
     line.append(" " * max(0, 14 - len(line)))
     line.append(word.text, style=word.style)
-    if item.reason and word.text != c.CAPTURED:
+    if word.text == c.SLOWER:
+        line.append(plain(f": {item.slower}"))
+    elif item.reason and word.text != c.CAPTURED:
         line.append(plain(f": {item.reason}: {item.message}"))
     made.append(line)
     if status.artifact is not None:
@@ -117,6 +122,7 @@ def inspect(obj: Object, now: float, *, width: int | None = None) -> list[Text]:
             _field("Size", f"{size(status.artifact.bytes)} ({status.artifact.bytes} bytes)"),
             _field("Captured", f"{status.artifact.captured_at} ({age(item.captured_at, now)} ago)"),
             _field("Digest", status.artifact.digest),
+            *([_field("Cold start", status.artifact.cold_start)] if status.artifact.cold_start else []),
         ]
     if item.recapture:
         made.append(_field("Recapture", f"ordered for request {item.recapture}"))
@@ -141,8 +147,13 @@ def inspect(obj: Object, now: float, *, width: int | None = None) -> list[Text]:
             made.append(label)
     if status.environment:
         made += [Text(), Text("Environment at capture (a restore compares it)", style=HEAD)]
-        made += [Text(plain(f"  {name:<22}{value}")) for name, value in sorted(status.environment.items())]
+        made += [Text(plain(f"  {name:<22}{_fact(name, value)}")) for name, value in sorted(status.environment.items())]
     return made
+
+
+def _fact(name: str, value: str) -> str:
+    """A fact as a person wants it: nobody reads hundreds of flags."""
+    return f"{len(value.split())} flags" if name == CPU_FLAGS else value
 
 
 def _phases(found: Mapping[str, str]) -> dict[str, float]:

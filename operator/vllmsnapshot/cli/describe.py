@@ -32,6 +32,7 @@ HINTS = {
     Reason.INSUFFICIENT_MEMORY: "raise spec.resources.limits.memory, or free memory on the node",
     Reason.INSUFFICIENT_DISK: "free disk space on the node, or lower spec.artifact.retain",
     Reason.RESTORE_TIMEOUT: "raise spec.restore.timeoutSeconds, or use a faster disk for agent.storeDir",
+    Reason.RESTORE_SLOWER: "a faster disk for agent.storeDir or the model; kubectl vsnap recapture judges anew",
     Reason.FAILURE_BUDGET_SPENT: "the log of the agent on that node tells what CRIU met",
     Reason.PROTOCOL_VERSION: "rebuild the image with the child of the installed version",
     Reason.UNATTENDED: "no agent answered on that node: kubectl vsnap doctor",

@@ -70,7 +70,7 @@ ARTIFACTS = Family(
     help="Contents of all identities and nodes, by state.",
     labels={
         **SNAPSHOT,
-        "state": "`usable`; `ordered`: not captured yet; `failed`; `quarantined`: the breaker is open, nothing is restored from it; "
+        "state": "`usable`; `slower` than a cold start, so not used; `ordered`: not captured yet; `failed`; `quarantined`: the breaker is open, nothing is restored from it; "
         "`unusable`: captured, but its node has changed or gone, or it is being deleted",
     },
 )
@@ -119,7 +119,7 @@ FAMILIES = (
     FROM_ZERO,
 )
 
-STATES = ("usable", "ordered", "failed", "quarantined", "unusable")
+STATES = ("usable", "slower", "ordered", "failed", "quarantined", "unusable")
 MODES = (c.START_RESTORE, c.START_COLD, "undecided")
 
 
@@ -212,7 +212,9 @@ def _state(observed: Observed, content: Content) -> str:
         return "failed"
     if content.pending:
         return "ordered"
-    return "usable" if observed.usable(content) else "unusable"
+    if not observed.usable(content):
+        return "unusable"
+    return "slower" if content.slower else "usable"
 
 
 def _by_mode(status: VLLMSnapshotStatus) -> tuple[int, int, int]:

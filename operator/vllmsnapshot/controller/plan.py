@@ -332,7 +332,7 @@ def _replicas(
     if gate.allowance is not None:
         missing = min(missing, gate.allowance)
     taken = {replica.name for replica in observed.pods} | observed.taken
-    prefer = restoring_nodes(hashes.identity, observed)
+    prefer = restoring_nodes(spec, hashes.identity, observed)
     # The lowest free names: of two creations decided from the same observation one gets 409 and does no harm.
     free = (slot for slot in itertools.count() if pods.pod_name(claim.name, hashes.revision, slot) not in taken)
     seeds = 0
@@ -358,10 +358,11 @@ def _makes_room(new: list[Replica], again: Recapture, floor: int) -> Replica | N
     return None
 
 
-def restoring_nodes(identity: str, observed: Observed) -> tuple[str, ...]:
+def restoring_nodes(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> tuple[str, ...]:
     """Nodes on which a new pod of this identity would be restored: an artifact that fits the node as it is now (its GPU and
-    driver among the rest), and an agent that can do it."""
-    holders = {item.node for item in observed.contents if item.identity == identity and observed.usable(item)}
+    driver among the rest) and is worth it, and an agent that can do it."""
+    mine = [item for item in observed.contents if item.identity == identity]
+    holders = {item.node for item in mine if observed.worthwhile(item, spec.restore.policy)}
     return tuple(sorted((holders & observed.agents) - observed.incapable))
 
 

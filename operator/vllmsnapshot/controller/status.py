@@ -222,7 +222,9 @@ def _snapshot_ready(
 ) -> Verdict:
     mine = [item for item in observed.contents if item.identity == identity and not item.deleting]
     if best is not None:
-        nodes = sorted({item.node for item in mine if observed.usable(item)})
+        nodes = sorted({item.node for item in mine if observed.worthwhile(item, spec.restore.policy)})
+        if not nodes:
+            return Verdict(False, R.RESTORE_SLOWER, f"{best.name} on node {best.node}: {best.slower}")
         return Verdict(True, R.CAPTURED, f"new replicas are restored on {_count(len(nodes), 'node')}: {_few(nodes)}")
     if spec.capture.policy == Toggle.DISABLED:
         return Verdict(False, R.CAPTURE_DISABLED, "capture.policy is Disabled: every replica starts cold")
@@ -344,6 +346,9 @@ def _degraded(
                 last = newest(item for item in mine if item.failed and item.node == node)
                 assert last is not None
                 found.append(Problem(R.CAPTURE_FAILED, f"node {node}: {last.reason}: {last.message}; replicas start cold there"))
+    for item in sorted(mine, key=lambda item: item.name):
+        if observed.usable(item) and not observed.worthwhile(item, spec.restore.policy):
+            found.append(Problem(R.RESTORE_SLOWER, f"node {item.node}: {item.slower}; replicas start cold there"))
     if not found:
         return Verdict(False, R.AS_EXPECTED, "no trouble")
     more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
