@@ -217,6 +217,10 @@ class Content:
     reason: str = ""
     message: str = ""
     captured_at: float = 0.0
+    ended: float = 0.0
+    """When the condition that `reason` and `message` are of became what it is, by the node's clock."""
+    attempt: int = 0
+    """How many orders in a row before this one came to nothing."""
     recapture: str = ""
     """The request under which it was ordered, if there was one."""
     node_label: str | None = None
@@ -251,6 +255,8 @@ class Content:
             reason=shown.get("reason") or "",
             message=shown.get("message") or "",
             captured_at=timestamp(status.artifact.captured_at) if status.artifact else created,
+            ended=timestamp(shown.get("lastTransitionTime")),
+            attempt=attempt if type(attempt := spec.get("attempt")) is int and attempt > 0 else 0,
             recapture=recapture(obj),
             node_label=(meta.get("labels") or {}).get(c.LABEL_NODE, ""),
             status=status,

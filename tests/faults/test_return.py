@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,9 @@ from vllmsnapshot.agent.config import Config
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import PodReport
+from vllmsnapshot.controller.tries import FIRST_PAUSE_S
 from vllmsnapshot.kube import CONTENTS, PODS, SNAPSHOTS, Object
+from vllmsnapshot.objects import timestamp
 
 from . import world
 from .virtual import run
@@ -148,6 +151,42 @@ def test_restores_that_are_slower_than_a_cold_start_end_until_a_probe_is_quick(l
         await restarted(x, 2)
         assert started(x) == [RESTORED]
         assert (shown(x, c.SNAPSHOT_READY)[0], shown(x, c.DEGRADED)[0]) == ("True", "False")
+
+    live(scenario)
+
+
+def message(x: World, kind: str) -> str:
+    return next(str(item["message"]) for item in claim(x)["status"]["conditions"] if item["type"] == kind)
+
+
+def test_captures_that_fail_are_left_alone_for_a_while_and_tried_again_by_themselves(live: Live) -> None:
+    async def replaced(x: World) -> int:
+        """Its pod is deleted, and made anew; how many captures of it were ordered."""
+        before = {item["metadata"]["uid"] for item in contents(x)}
+        x.delete_pods()
+        await x.rest()
+        return len({item["metadata"]["uid"] for item in contents(x)} - before)
+
+    async def scenario(x: World) -> None:
+        x.undumpable = True
+        x.apply(replicas=1, capture={"retries": 1})
+        await x.rest()
+        assert [await replaced(x), await replaced(x)] == [1, 0], "one more at once, then a pause"
+        assert shown(x, c.DEGRADED) == ("True", Reason.CAPTURE_FAILED)
+        [said] = re.findall(r"after (\S+Z)", message(x, c.SNAPSHOT_READY))
+        assert said in message(x, c.DEGRADED)
+        due = timestamp(said)
+        assert x.now() < due <= x.now() + FIRST_PAUSE_S
+        await asyncio.sleep(due - x.now() + 1)
+        assert [await replaced(x), await replaced(x)] == [1, 0]
+        await asyncio.sleep(FIRST_PAUSE_S)
+        assert await replaced(x) == 0, "twice as long"
+        x.undumpable = False
+        await asyncio.sleep(FIRST_PAUSE_S)
+        assert await replaced(x) == 1
+        assert (shown(x, c.SNAPSHOT_READY)[0], shown(x, c.DEGRADED)[0], len(contents(x))) == ("True", "False", 1)
+        await replaced(x)
+        assert started(x) == [RESTORED]
 
     live(scenario)
 

@@ -353,6 +353,8 @@ class SimOps(LocalOps):
     def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
         """As `capture.capture`: freeze, dump, copy, thaw, digest, publish."""
         container = self._here(pod, CaptureError, Reason.SOURCE_GONE)
+        if self.world.undumpable:
+            raise CaptureError(Reason.DUMP_FAILED, "criu: no")
         engine = container.live[0]
         with self.store.draft(order.content) as draft, self.store.work_dir():
             try:
@@ -544,6 +546,8 @@ class World:
         """How far somebody has set the clock."""
         self.boot = 1
         self.reload_s = RELOAD_S
+        self.undumpable = False
+        """Captures fail."""
         self.moved: dict[str, str] = {}
         """What stands behind a tag, where that is not what it says."""
         self.loop.set_task_factory(self._make_task)

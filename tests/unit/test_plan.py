@@ -174,7 +174,16 @@ def test_the_gate_opens_by_itself_in_time() -> None:
         ("not from another identity", see(pod("s", OLD)), []),
         ("not from one that leaves", see(pod("s", deleting=True)), []),
         ("not from one that finished", see(pod("s", finished=True)), []),
-        ("not after three failures", see(pod("s"), contents=tuple(content(f"c{i}", failed=True) for i in range(3))), []),
+        (
+            "not at once after three failures",
+            see(pod("s"), contents=tuple(content(f"c{i}", failed=True, created=NOW - 300) for i in range(3))),
+            [],
+        ),
+        (
+            "but after a while",
+            see(pod("s"), contents=tuple(content(f"c{i}", failed=True, created=NOW - 700) for i in range(3))),
+            ["s"],
+        ),
         ("after two", see(pod("s"), contents=tuple(content(f"c{i}", failed=True) for i in range(2))), ["s"]),
         (
             "three on another node do not count",

@@ -18,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodReport, VLLMSnapshotContentStatus, VLLMSnapshotSpec, VLLMSnapshotStatus
 from vllmsnapshot.controller import plan as p
-from vllmsnapshot.controller import pods, status
+from vllmsnapshot.controller import pods, status, tries
 from vllmsnapshot.world import Claim, Content, Observed, Replica, ServiceView
 
 NODES = ("n1", "n2", "n3")
@@ -131,7 +131,8 @@ class Sim:
                 assert pod.node not in self.agents
                 if pod.name in self.pods:
                     self.pods[pod.name] = replace(self.pods[pod.name], verified="True", verified_reason=c.Reason.UNATTENDED)
-            case p.CreateContent(source, node, recapture):
+            case p.CreateContent(source, node, recapture, attempt):
+                assert not tries.paused(spec, self.observed(), source.identity, node, self.now), "ordered in a pause"
                 assert self.claim.finalizer, "a content without the finalizer that would clean it up"
                 name = pods.content_name(self.claim.name, self.claim.uid, source.uid)
                 if name in self.contents:
@@ -147,6 +148,7 @@ class Sim:
                     source=source.name,
                     created=self.now,
                     recapture=recapture,
+                    attempt=attempt,
                 )
             case p.DeleteContent(content):
                 if not self.claim.deleting:
@@ -231,7 +233,9 @@ class Sim:
     def answer(self, name: str, *, captured: bool) -> None:
         item = self.contents[name]
         found = VLLMSnapshotContentStatus(environment=dict(self.environments.get(item.node, {})))
-        self.contents[name] = replace(item, captured=captured, failed=not captured, captured_at=self.now, status=found)
+        self.contents[name] = replace(
+            item, captured=captured, failed=not captured, captured_at=self.now, ended=self.now, status=found
+        )
 
     def agents_act(self) -> bool:
         """Agents answer orders whose source is gone or serves, and remove files; the housekeeping buries the rest."""
@@ -415,7 +419,7 @@ class PlanMachine(RuleBasedStateMachine):
         usable = [item for item in sim.contents.values() if item.identity == identity and sim.observed().usable(item)]
         nodes = {item.node for item in usable if item.recapture == sim.recapture}
         left = {item.node for item in usable} - nodes
-        spent = {node for node in NODES if p.spent(sim.observed(), identity, node) > spec.capture.retries}
+        spent = {node for node in NODES if tries.spent(sim.observed(), identity, node) > spec.capture.retries}
         if told.phase == "Done":
             assert nodes
             assert not left

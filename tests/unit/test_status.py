@@ -271,6 +271,18 @@ def test_not_degraded(why: str, seen: Observed, spec: dict[str, Any]) -> None:
     assert shown(compute(seen, **spec), c.DEGRADED)[0] == "False", why
 
 
+def test_the_next_try_of_a_capture_is_named_and_the_words_do_not_change_when_it_is_due() -> None:
+    lost = captured(captured=False, failed=True, created=NOW - 120, ended=NOW - 60)
+    made = compute(see(contents=(lost,)), capture={"retries": 0})
+    said = f"the first cold start after {rfc3339(NOW - 60 + 600)} tries again"
+    assert said in conditions(made)[c.SNAPSHOT_READY].message
+    assert said in conditions(made)[c.DEGRADED].message
+    written = dataclasses.replace(claim(capture={"retries": 0}), status=made, raw_status=made.dump())
+    assert not status.changed(written, status.compute(written, see(contents=(lost,)), Plan(), [], NOW + 7200))
+    soon = compute(see(contents=(lost,)), capture={"retries": 1})
+    assert "the next cold start tries again" in conditions(soon)[c.SNAPSHOT_READY].message
+
+
 def test_several_problems_are_counted_and_long_ones_cut() -> None:
     made = compute(see(), (Problem(R.POD_REJECTED, "x" * 9000), Problem(R.NO_PORT_LEFT, "y")))
     message = conditions(made)[c.DEGRADED].message

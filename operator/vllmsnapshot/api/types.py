@@ -227,7 +227,15 @@ class Capture(Model):
     timeout_seconds: Annotated[
         int, Field(ge=10, le=3600, description="Limit of one capture at the barrier. When it has passed, the replica serves.")
     ] = 300
-    retries: Annotated[int, Field(ge=0, le=10, description="Captures tried again per node and identity after a failed one.")] = 2
+    retries: Annotated[
+        int,
+        Field(
+            ge=0,
+            le=10,
+            description="Captures tried again at once, per node and identity, after a failed one: with the next cold start there. Further "
+            "ones follow after pauses that double, from 10 minutes to 6 hours.",
+        ),
+    ] = 2
     max_artifact_bytes: Annotated[
         int | None,
         Field(ge=1 << 20, description="A larger artifact is refused before it is written. Unset: only disk space limits."),
@@ -583,6 +591,9 @@ class VLLMSnapshotContentSpec(Model):
     timeout_seconds: Annotated[int, Field(ge=10, le=3600)] = 300
     max_artifact_bytes: Annotated[int | None, Field(ge=1 << 20)] = None
     failure_budget: Annotated[int, Field(ge=1, le=100)] = 3
+    attempt: Annotated[
+        int, Field(ge=0, description="Captures of this identity on this node that came to nothing in a row before this one.")
+    ] = 0
 
 
 class ArtifactRecord(Model):

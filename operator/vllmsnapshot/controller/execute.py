@@ -80,7 +80,7 @@ class Executor:
             case p.VerifyUnattended():
                 await self._verify(claim, action)
             case p.CreateContent():
-                body = pods.content(claim, _spec(claim), action.source, action.node, action.recapture)
+                body = pods.content(claim, _spec(claim), action.source, action.node, action.recapture, action.attempt)
                 _say(claim, "order capture %s of pod %s on node %s", body["metadata"]["name"], action.source.name, action.node)
                 return await self._post_content(claim, body)
             case p.DeleteContent():

@@ -22,6 +22,7 @@ from ..retention import doomed
 from ..world import Claim, Content, Observed, Replica
 from . import pods
 from .recapture import NOT_ASKED, Recapture, look
+from .tries import paused, spent
 
 REPLACE_AFTER_S = 30.0
 """A pod that finished (refused by the kubelet, evicted) is replaced no sooner than this long after its creation: a node that
@@ -40,11 +41,12 @@ class AddFinalizer:
 
 @dataclass(frozen=True)
 class CreateContent:
-    """Order a capture of `source` on `node`, under the user's request to recapture, if there is one."""
+    """Order a capture of `source` on `node`, under the user's request to recapture, if there is one; `attempt` came to nothing."""
 
     source: Replica
     node: str
     recapture: str = ""
+    attempt: int = 0
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ def plan(claim: Claim, observed: Observed, now: float) -> Plan:
     spec, hashes = claim.spec, pods.template(claim.spec)
     gate = seed_gate(spec, hashes.identity, observed, now)
     again = look(spec, hashes, observed, capable_nodes(spec, hashes.identity, observed), now)
-    captures = list(_captures(spec, hashes.identity, observed))
+    captures = list(_captures(spec, hashes.identity, observed, now))
     actions: list[Action] = []
     if not claim.finalizer and (captures or observed.contents):
         actions.append(AddFinalizer())
@@ -179,28 +181,13 @@ def plan(claim: Claim, observed: Observed, now: float) -> Plan:
 # --- capture -----------------------------------------------------------------------------------------------------------
 
 
-def spent(observed: Observed, identity: str, node: str) -> int:
-    """Captures of this identity on this node that came to nothing: failed, or quarantined after restores failed.
-
-    Who asks for a recapture asks for new tries: what was ordered before does not count any more.
-    """
-    return sum(
-        1
-        for item in observed.contents
-        if item.identity == identity
-        and item.node == node
-        and item.recapture == observed.recapture
-        and not item.deleting
-        and (item.failed or item.quarantined)
-    )
-
-
 def capable_nodes(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> frozenset[str]:
-    """Nodes on which a capture may be tried: a Ready agent, and tries left."""
-    if spec.capture.policy != Toggle.ENABLED:
-        return frozenset()
-    ready = observed.agents & observed.nodes
-    return frozenset(node for node in ready if spent(observed, identity, node) <= spec.capture.retries)
+    """Nodes on which a capture is worth waiting for: a Ready agent, and tries left that follow at once."""
+    return frozenset(node for node in _ready_nodes(spec, observed) if spent(observed, identity, node) <= spec.capture.retries)
+
+
+def _ready_nodes(spec: VLLMSnapshotSpec, observed: Observed) -> frozenset[str]:
+    return observed.agents & observed.nodes if spec.capture.policy == Toggle.ENABLED else frozenset()
 
 
 def seed_gate(spec: VLLMSnapshotSpec, identity: str, observed: Observed, now: float) -> Gate:
@@ -240,15 +227,17 @@ def seed_gate(spec: VLLMSnapshotSpec, identity: str, observed: Observed, now: fl
     return Gate(open=False, seed=seeds[0][1], until=min(until for until, _ in seeds))
 
 
-def _captures(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Iterator[CreateContent]:
-    """One order per node that has a source and neither an artifact nor an open order.
+def _captures(spec: VLLMSnapshotSpec, identity: str, observed: Observed, now: float) -> Iterator[CreateContent]:
+    """One order per node that has a source and neither an artifact nor an open order, unless a pause after failures is not over.
 
     A replica that was made to be captured again has its order whatever artifact there is, and even when it has left the barrier
     already: the order that fails then is the memory of the try.
     """
     ordered = {item.source_uid for item in observed.contents}
     request = observed.recapture
-    for node in sorted(capable_nodes(spec, identity, observed)):
+    for node in sorted(_ready_nodes(spec, observed)):
+        if paused(spec, observed, identity, node, now):
+            continue
         here = [item for item in observed.contents if item.identity == identity and item.node == node]
         if any(item.pending or (observed.usable(item) and item.recapture == request) for item in here):
             continue
@@ -263,7 +252,8 @@ def _captures(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> Iter
             and ((request and replica.recapture == request) or not (old or replica.released or replica.restored))
         ]
         if sources:
-            yield CreateContent(min(sources, key=lambda item: (item.created, item.name)), node, request)
+            source = min(sources, key=lambda item: (item.created, item.name))
+            yield CreateContent(source, node, request, spent(observed, identity, node))
 
 
 # --- pods --------------------------------------------------------------------------------------------------------------

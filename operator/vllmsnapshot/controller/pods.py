@@ -491,8 +491,8 @@ def content_labels(claim: Claim, identity: str, node: str) -> dict[str, str]:
     return {**_common_labels(claim, "artifact"), c.LABEL_IDENTITY: identity, c.LABEL_NODE: label_value(node)}
 
 
-def content(claim: Claim, spec: VLLMSnapshotSpec, source: Replica, node: str, recapture: str = "") -> Object:
-    """The order to the agent of `node` to capture `source`, under the request `recapture` if there is one."""
+def content(claim: Claim, spec: VLLMSnapshotSpec, source: Replica, node: str, recapture: str = "", attempt: int = 0) -> Object:
+    """The order to the agent of `node` to capture `source`, under the request `recapture` if there is one, after `attempt` failures."""
     body: Object = {
         "snapshotRef": {"namespace": claim.namespace, "name": claim.name, "uid": claim.uid},
         "sourcePod": {"name": source.name, "uid": source.uid},
@@ -501,6 +501,8 @@ def content(claim: Claim, spec: VLLMSnapshotSpec, source: Replica, node: str, re
         "timeoutSeconds": spec.capture.timeout_seconds,
         "failureBudget": spec.restore.failure_budget,
     }
+    if attempt:
+        body["attempt"] = attempt
     if spec.capture.max_artifact_bytes is not None:
         body["maxArtifactBytes"] = spec.capture.max_artifact_bytes
     return {

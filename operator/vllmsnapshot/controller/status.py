@@ -26,8 +26,9 @@ from ..api.types import (
 from ..objects import rfc3339, timestamp
 from ..world import Claim, Content, Observed, Replica, newest
 from . import pods
-from .plan import Gate, Plan, spent
+from .plan import Gate, Plan
 from .recapture import Recapture
+from .tries import again_at, spent
 
 R = c.Reason
 MESSAGE_LIMIT = 1024
@@ -65,9 +66,9 @@ def compute(claim: Claim, observed: Observed, todo: Plan, problems: Sequence[Pro
     cold = [replica for replica in live if replica.start_mode == c.START_COLD]
     verdicts = {
         c.READY: _ready(spec, wanted, updated, todo.gate, observed),
-        c.SNAPSHOT_READY: _snapshot_ready(spec, hashes.identity, live, best, observed),
+        c.SNAPSHOT_READY: _snapshot_ready(spec, hashes.identity, live, best, observed, now),
         c.PROGRESSING: _progressing(spec, wanted, updated, todo.gate, recapture, observed),
-        c.DEGRADED: _degraded(claim, spec, hashes.identity, wanted, observed, problems),
+        c.DEGRADED: _degraded(claim, spec, hashes.identity, wanted, observed, problems, now),
         c.STALE: _stale(hashes.identity, best, observed),
     }
     return VLLMSnapshotStatus(
@@ -218,7 +219,7 @@ def _tell(spec: VLLMSnapshotSpec, replica: Replica, observed: Observed) -> str:
 
 
 def _snapshot_ready(
-    spec: VLLMSnapshotSpec, identity: str, live: list[Replica], best: Content | None, observed: Observed
+    spec: VLLMSnapshotSpec, identity: str, live: list[Replica], best: Content | None, observed: Observed, now: float
 ) -> Verdict:
     mine = [item for item in observed.contents if item.identity == identity and not item.deleting]
     if best is not None:
@@ -237,16 +238,22 @@ def _snapshot_ready(
         )
     lost = newest(item for item in mine if item.failed or item.quarantined)
     if lost is not None:
-        tries = spent(observed, identity, lost.node)
-        left = tries <= spec.capture.retries
-        more = "the next cold start tries again" if left else "not tried again on this node; recapture to retry"
         reason = R.CAPTURE_FAILED if lost.failed else R.ARTIFACT_QUARANTINED
+        more = _tried_again(spec, identity, lost.node, observed, now)
         return Verdict(False, reason, f"{lost.name} on node {lost.node}: {lost.reason}: {lost.message} ({more})")
     if not observed.agents:
         return Verdict(False, R.UNATTENDED, "no agent is ready on any node: every replica starts cold")
     if any(replica.released for replica in live):
         return Verdict(False, R.NO_ARTIFACT, "the replicas serve already; the next one that starts cold is captured")
     return Verdict(False, R.NO_ARTIFACT, "the first replica is captured when it is up")
+
+
+def _tried_again(spec: VLLMSnapshotSpec, identity: str, node: str, observed: Observed, now: float) -> str:
+    """When a capture is tried again. Says the same before and after that moment, so that nobody has to write it anew."""
+    moment = again_at(spec, observed, identity, node, now)
+    if moment is None:
+        return "the next cold start tries again"
+    return f"the first cold start after {rfc3339(moment)} tries again; recapture to do so now"
 
 
 def _progressing(
@@ -314,7 +321,13 @@ def _few(names: list[str]) -> str:
 
 
 def _degraded(
-    claim: Claim, spec: VLLMSnapshotSpec, identity: str, live: list[Replica], observed: Observed, problems: Sequence[Problem]
+    claim: Claim,
+    spec: VLLMSnapshotSpec,
+    identity: str,
+    live: list[Replica],
+    observed: Observed,
+    problems: Sequence[Problem],
+    now: float,
 ) -> Verdict:
     """The most pressing trouble: what keeps replicas from existing, then from running, then from being restored."""
     found = list(problems)
@@ -345,7 +358,8 @@ def _degraded(
             if spent(observed, identity, node) > spec.capture.retries and not usable:
                 last = newest(item for item in mine if item.failed and item.node == node)
                 assert last is not None
-                found.append(Problem(R.CAPTURE_FAILED, f"node {node}: {last.reason}: {last.message}; replicas start cold there"))
+                more = f"replicas start cold there, and {_tried_again(spec, identity, node, observed, now)}"
+                found.append(Problem(R.CAPTURE_FAILED, f"node {node}: {last.reason}: {last.message}; {more}"))
     for item in sorted(mine, key=lambda item: item.name):
         if observed.usable(item) and not observed.worthwhile(item, spec.restore.policy):
             found.append(Problem(R.RESTORE_SLOWER, f"node {item.node}: {item.slower}; replicas start cold there"))
