@@ -156,24 +156,24 @@ def test_writing_the_status_again_changes_nothing() -> None:
 def test_slower_than_a_cold_start_has_the_last_figures_and_the_time_of_the_flip() -> None:
     def after(old: VLLMSnapshotContentStatus, *seconds: float, now: float) -> VLLMSnapshotContentStatus:
         took = tuple(Attempt(pod="p", incarnation="i", outcome="succeeded", at=1.0, seconds=x, alone=True) for x in seconds)
-        return status(old, stored=replace(artifact("art", "u"), cold_s=8.0), entry=Entry(uid="u", attempts=took), now=now)
+        return status(old, stored=replace(artifact("art", "u"), cold_s=80.0), entry=Entry(uid="u", attempts=took), now=now)
 
     def told(found: VLLMSnapshotContentStatus) -> list[tuple[str, str, str, str]]:
         return [(x.status, x.reason, x.message, x.last_transition_time) for x in found.conditions or [] if x.type == c.SLOWER]
 
-    quick = after(VLLMSnapshotContentStatus(), 9.0, 9.0, 2.0, now=NOW)
+    quick = after(VLLMSnapshotContentStatus(), 99.0, 99.0, 2.0, now=NOW)
     assert told(quick) == [], "not worth a word"
     assert quick.artifact is not None
-    assert quick.artifact.cold_start == "8.00s"
-    slow = after(quick, 9.0, 9.0, 9.0, now=NOW)
-    slower = after(slow, 9.0, 9.0, 9.5, now=NOW + 9)
+    assert quick.artifact.cold_start == "80.00s"
+    slow = after(quick, 99.0, 99.0, 99.0, now=NOW)
+    slower = after(slow, 99.0, 99.0, 99.5, now=NOW + 9)
     [(first, reason, _, since)], [(second, _, message, still)] = told(slow), told(slower)
     assert (first, second, reason) == ("True", "True", Reason.RESTORE_SLOWER)
-    assert "9.5 s until they served" in message
+    assert "99.5 s until they served" in message
     assert since == still == objects.rfc3339(NOW)
-    over = after(slower, 9.0, 9.5, 2.0, now=NOW + 20)
+    over = after(slower, 99.0, 99.5, 2.0, now=NOW + 20)
     assert [(x[0], x[1], x[3]) for x in told(over)] == [("False", Reason.AS_EXPECTED, objects.rfc3339(NOW + 20))]
-    assert after(over, 9.0, 9.5, 2.0, now=NOW + 30) == over, "nothing is written at rest"
+    assert after(over, 99.0, 99.5, 2.0, now=NOW + 30) == over, "nothing is written at rest"
 
 
 def test_quarantine_keeps_its_first_reason() -> None:

@@ -7,7 +7,7 @@ about then. Restored: from the first step of the restore until it serves, so wit
 Only restores count that no other restore of this node overlapped. The cold start was measured alone (others wait for the seed), and
 several at once share the disk, as several cold starts would: a burst says nothing of which is quicker.
 
-The breaker is open when each of the last `SAMPLES` restores was slower, by more than `MARGIN`. Half-open: `PROBE_AFTER_S` after the
+The breaker is open when each of the last `SAMPLES` restores was clearly slower (`MARGIN`, `LOSS_S`). Half-open: `PROBE_AFTER_S` after the
 last restore one replica is restored all the same, and a quick one closes it. All of it follows from what the ledger remembers; a new
 artifact has a ledger entry of its own, and begins without a verdict.
 """
@@ -28,6 +28,10 @@ SAMPLES = 3
 
 MARGIN = 1.1
 """Within a tenth of one another neither is clearly the quicker one; what the cold figure lacks, binding the port, is less."""
+
+LOSS_S = 5.0
+"""Seconds that a restore must be slower at least. A cold start of vLLM takes tens of seconds; where it takes less, the difference is as
+much the machine's as theirs."""
 
 PROBE_AFTER_S = 3600.0
 """A disk that was busy or has been replaced is found out within an hour, at the price of one slower start."""
@@ -68,7 +72,7 @@ def plausible(seconds: float) -> float | None:
 def look(entry: Entry, cold: float | None) -> Slower | None:
     """Whether restores of this content take longer than a cold start; None also where too little is known."""
     times = [x.seconds for x in entry.attempts if x.outcome == "succeeded" and x.alone and x.seconds > 0][-SAMPLES:]
-    if cold is None or cold <= 0 or len(times) < SAMPLES or min(times) <= cold * MARGIN:
+    if cold is None or cold <= 0 or len(times) < SAMPLES or min(times) <= max(cold * MARGIN, cold + LOSS_S):
         return None
     took = ", ".join(f"{x:.1f}" for x in times[:-1])
     return Slower(
