@@ -110,6 +110,24 @@ def test_a_node_that_changed_is_told_before_anybody_is_restored_and_the_artifact
     live(scenario)
 
 
+def test_a_node_that_is_well_again_is_used_again_within_a_minute(live: Live) -> None:
+    """The disk was full when the agent was started, say."""
+
+    async def scenario(x: World) -> None:
+        x.ailment = "disk: full"
+        x.apply(replicas=1)
+        await x.rest()
+        assert started(x) == [(c.START_COLD, Reason.NODE_NOT_CAPABLE)]
+        x.ailment = ""
+        await x.rest(quiet_s=60.0)
+        x.apply(replicas=2)
+        await x.rest()
+        assert started(x)[1] == (c.START_COLD, Reason.NO_ARTIFACT)
+        assert shown(x, c.SNAPSHOT_READY)[0] == "True"
+
+    live(scenario)
+
+
 async def restarted(x: World, times: int = 1) -> None:
     """Every engine dies, and each replica starts again where it is."""
     for _ in range(times):

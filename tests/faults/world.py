@@ -289,10 +289,11 @@ class SimOps(LocalOps):
         self.store.recover()
 
     def doctor(self) -> Health:
-        """A capable node."""
+        """A capable node, unless something ails it."""
         usage = self.store.usage()
         return Health(
-            capable=True,
+            capable=not self.world.ailment,
+            message=self.world.ailment,
             environment={"kernelRelease": self.world.kernel},
             boot_id=f"boot-{self.world.boot}",
             store_bytes_used=usage.used,
@@ -526,6 +527,8 @@ class World:
     plan: Plan = field(default_factory=Plan)
     nodes: Sequence[str] = ("node-a",)
     kernel: str = "6.18"
+    ailment: str = ""
+    """What every examination of a node finds wrong."""
 
     def __post_init__(self) -> None:
         self.loop = asyncio.get_running_loop()

@@ -39,6 +39,8 @@ MIN_PAUSE_S = 0.005
 """Between two passes over one pod: a workload that scribbles in its control volume must not occupy the agent."""
 COLLECT_S = 60.0
 """Between two searches for artifacts that no content stands for."""
+AILING_S = 20.0
+"""Between two examinations of a node that is not capable, which costs every start there: a disk that is full is often freed soon."""
 NODE_PAUSE_S = 2.0
 """Least time between two writes of the node's status."""
 NODE_RETRY_S = 10.0
@@ -282,7 +284,8 @@ class Agent:
                 for uid in list(self.node.pods):
                     self.pod_loop.wake(uid)
             self._wake_node()
-            await asyncio.sleep(self.config.doctor_seconds)
+            pause = self.config.doctor_seconds
+            await asyncio.sleep(pause if self.node.health.capable else min(pause, AILING_S))
 
     async def _report_node_for_ever(self) -> None:
         while True:
