@@ -185,6 +185,28 @@ async def test_a_server_that_asks_for_time_gets_it() -> None:
     assert await available(work) == ["a"]
 
 
+@pytest.mark.parametrize("server", [True, False])
+async def test_what_a_server_refuses_is_a_line_and_a_bug_a_traceback(server: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """An API server that is away for a minute must not fill the log with tracebacks of every key."""
+
+    class AwayError(Exception):
+        retry_after_s = None
+
+    work = queue(Clock())
+
+    async def handle(_: str) -> None:
+        raise AwayError("away") if server else KeyError("bug")
+
+    work.add("a")
+    task = asyncio.ensure_future(work.work(handle))
+    for _ in range(5):
+        await asyncio.sleep(0)
+    task.cancel()
+    (record,) = caplog.records
+    assert (record.levelname, bool(record.exc_info)) == (("WARNING", False) if server else ("ERROR", True))
+    assert not server or "away" in record.getMessage()
+
+
 async def test_a_worker_takes_the_time_from_the_error() -> None:
     class BusyError(Exception):
         retry_after_s = 7.0

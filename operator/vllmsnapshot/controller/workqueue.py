@@ -3,7 +3,8 @@
 Guarantees: a key that is added while it waits is handled once; added while it is handled, it is handled once more after;
 one key is never handled by two workers; of several delayed adds the earliest counts; failures back off exponentially,
 capped and with jitter, and an add without delay cuts the wait short (something changed: try now). An error with an attribute
-`retry_after_s` (seconds, or None) asks for at least that long a wait, and this one nothing cuts short.
+`retry_after_s` (seconds, or None) is a server's answer, or that there was none: it is logged in a line, and where it names a time
+it asks for at least that long a wait, and this one nothing cuts short.
 Not guaranteed: order between keys, and survival of the process: the resync timer brings every key back.
 """
 
@@ -135,8 +136,11 @@ class WorkQueue(Generic[K]):
             except Wait as e:
                 log.info("%s: waiting: %s", key, e)
             except Exception as e:
-                log.exception("%s: will be tried again", key)
-                pause = getattr(e, "retry_after_s", None)
+                if hasattr(e, "retry_after_s"):
+                    log.warning("%s: will be tried again: %s", key, e)
+                    pause = e.retry_after_s
+                else:
+                    log.exception("%s: will be tried again", key)
             finally:
                 # Cancellation comes through here too; the key is then due again for whoever works next.
                 self.done(key, ok=ok, requeue_after_s=again, not_before_s=pause)
