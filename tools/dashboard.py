@@ -357,8 +357,13 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     8,
                     panel(
                         "Store",
-                        "Bytes of artifacts, and free on their disk.",
-                        [(f"sum({a.STORE_USED.name})", "artifacts"), (f"min({a.STORE_FREE.name})", "least free of a node")],
+                        "Bytes of artifacts, free on their disk, and what the next capture could have (with what would be evicted for it).",
+                        [
+                            (f"sum({a.STORE_USED.name})", "artifacts"),
+                            (f"min({a.STORE_FREE.name})", "least free of a node"),
+                            (f"min({a.STORE_ROOM.name})", "least room for a capture"),
+                            (f"sum({a.STORE_QUOTA.name} < Inf)", "quotas"),
+                        ],
                         unit="bytes",
                     ),
                 ),
@@ -367,8 +372,12 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     8,
                     panel(
                         "In stores",
-                        "Artifacts on all nodes, and restores under way.",
-                        [(f"sum by (state) ({a.HELD.name})", "{{state}}"), (f"sum({a.IN_FLIGHT.name})", "restores")],
+                        "Artifacts on all nodes, restores under way, and artifacts that full stores have evicted since their agents started.",
+                        [
+                            (f"sum by (state) ({a.HELD.name})", "{{state}}"),
+                            (f"sum({a.IN_FLIGHT.name})", "restores"),
+                            (f"sum by (standing) ({a.EVICTIONS.name}) > 0", "evicted, {{standing}}"),
+                        ],
                     ),
                 ),
                 (

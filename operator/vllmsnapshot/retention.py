@@ -25,7 +25,7 @@ def doomed(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> list[tu
     for item in observed.contents:
         if not item.deleting and not item.pending and item.node in observed.nodes:
             by_node[item.node].append(item)
-    found: list[tuple[Content, str]] = []
+    found = [(item, "evicted from a full store") for item in observed.contents if item.evicted]
     for node in sorted(by_node):
         starting = [replica for replica in observed.pods if replica.live and replica.node == node and not replica.released]
         reading = {replica.identity for replica in starting}

@@ -209,6 +209,9 @@ class Content:
     source: str = ""
     created: float = 0.0
     deleting: bool = False
+    """It is to be deleted, or evicted, which is the same to everybody but `retention`."""
+    evicted: bool = False
+    """The agent has removed its files from a full store; the operator is to delete it."""
     captured: bool = False
     failed: bool = False
     quarantined: bool = False
@@ -239,6 +242,8 @@ class Content:
         shown = condition(obj, c.QUARANTINED if quarantined else c.FAILED if failed else c.CAPTURED)
         source = spec.get("sourcePod") or {}
         created = timestamp(meta.get("creationTimestamp"))
+        deleting = "deletionTimestamp" in meta
+        evicted = quarantined and not deleting and shown.get("reason") == c.Reason.EVICTED
         return cls(
             name=meta["name"],
             uid=meta["uid"],
@@ -247,10 +252,11 @@ class Content:
             source_uid=source.get("uid") or "",
             source=source.get("name") or "",
             created=created,
-            deleting="deletionTimestamp" in meta,
+            deleting=deleting or evicted,
+            evicted=evicted,
             captured=captured and not failed,
             failed=failed,
-            quarantined=quarantined,
+            quarantined=quarantined and not evicted,
             slower=(condition(obj, c.SLOWER).get("message") or c.SLOWER) if is_true(obj, c.SLOWER) else "",
             reason=shown.get("reason") or "",
             message=shown.get("message") or "",

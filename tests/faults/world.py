@@ -17,7 +17,7 @@ import shutil
 import signal
 import time
 from collections.abc import Awaitable, Callable, Coroutine, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +30,7 @@ from vllmsnapshot.agent.control import control_path
 from vllmsnapshot.agent.errors import AgentError, CaptureError, RestoreError
 from vllmsnapshot.agent.local import LocalOps, _stored
 from vllmsnapshot.agent.nodeops import Health, Order, PodRef, Revived, Stored
+from vllmsnapshot.agent.space import Usage
 from vllmsnapshot.agent.store import Manifest, Store
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
@@ -290,15 +291,16 @@ class SimOps(LocalOps):
 
     def doctor(self) -> Health:
         """A capable node, unless something ails it."""
-        usage = self.store.usage()
         return Health(
             capable=not self.world.ailment,
             message=self.world.ailment,
             environment={"kernelRelease": self.world.kernel},
             boot_id=f"boot-{self.world.boot}",
-            store_bytes_used=usage.used,
-            store_bytes_free=1 << 40,
         )
+
+    def usage(self) -> Usage:
+        """A disk of its own, on which nobody else writes."""
+        return replace(self.store.usage(), free=1 << 40)
 
     def _here(self, pod: PodRef, error: type[CaptureError] | type[RestoreError], reason: str) -> Container:
         container = self.world.containers.get(pod.uid)
@@ -351,12 +353,25 @@ class SimOps(LocalOps):
                 raise
             return Revived(pid=engine.pid, phases={"criu": 0.1})
 
-    def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
+    def capture(
+        self,
+        pod: PodRef,
+        order: Order,
+        oracle: Oracle,
+        foreign: bool,
+        room: Callable[[int], None],
+        on_resumed: Callable[[], None],
+    ) -> Stored:
         """As `capture.capture`: freeze, dump, copy, thaw, digest, publish."""
         container = self._here(pod, CaptureError, Reason.SOURCE_GONE)
         if self.world.undumpable:
             raise CaptureError(Reason.DUMP_FAILED, "criu: no")
         engine = container.live[0]
+        try:
+            room(1 << 20)
+        except AgentError:
+            on_resumed()
+            raise
         with self.store.draft(order.content) as draft, self.store.work_dir():
             try:
                 os.close(draft.directory("images"))
@@ -371,6 +386,7 @@ class SimOps(LocalOps):
                 engine.running.set()
                 on_resumed()
             files, size = draft.digest()
+            room(size)
             manifest = Manifest(
                 content=order.content,
                 captured_at=rfc3339(self.world.now()),

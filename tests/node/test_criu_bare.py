@@ -451,7 +451,7 @@ def test_node_operations_as_the_agent_calls_them(criu: Criu, tmp_path: Path) -> 
         before = first.ask()
         assert before["pid"] >= 1000
         resumed: list[bool] = []
-        stored = ops.capture(pod(first), order, oracle, False, lambda: resumed.append(True))
+        stored = ops.capture(pod(first), order, oracle, False, lambda _: None, lambda: resumed.append(True))
         assert resumed == [True]
         assert (stored.content_uid, stored.oracle, stored.foreign) == ("u1", oracle, False)
         assert ops.artifact("c1") == stored

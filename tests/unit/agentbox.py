@@ -22,6 +22,7 @@ from vllmsnapshot.agent.ledger import Ledger
 from vllmsnapshot.agent.nodeops import Digested, Health, Order, PodRef, Revived, Stored
 from vllmsnapshot.agent.outbox import Outbox
 from vllmsnapshot.agent.reconcile import Contents, Node, Pods
+from vllmsnapshot.agent.space import Usage
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodReport, PodSettings
 from vllmsnapshot.kube import CONTENTS, PODS, ApiError, Kube, Resource
@@ -146,6 +147,9 @@ class ScriptedOps:
         self.before: dict[str, Callable[[], None]] = {}
         self.resumed_first = True
         self.health = Health(capable=True)
+        self.space = Usage(free=1 << 40)
+        self.sizes: list[int] = [1_000_000, 1_000_000]
+        """Of the next captures: what is expected, and what it comes to."""
 
     def _call(self, what: str, name: str) -> None:
         self.tick(f"before {what}")
@@ -157,6 +161,11 @@ class ScriptedOps:
 
     def doctor(self) -> Health:
         return self.health
+
+    def usage(self) -> Usage:
+        return replace(
+            self.space, artifacts={x.content: x.bytes for x in self.store.values()} | dict.fromkeys(self.unreadable, 1)
+        )
 
     def artifacts(self) -> Sequence[Stored]:
         return list(self.store.values())
@@ -204,11 +213,23 @@ class ScriptedOps:
         wanted()
         self._call("retire", pod.name)
 
-    def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
+    def capture(
+        self,
+        pod: PodRef,
+        order: Order,
+        oracle: Oracle,
+        foreign: bool,
+        room: Callable[[int], None],
+        on_resumed: Callable[[], None],
+    ) -> Stored:
         self._call("capture", f"{pod.name} {order.content}")
         self.orders.append(order)
-        self.before.get("resumed", lambda: None)()
-        on_resumed()
+        try:
+            room(self.sizes[0])
+        finally:
+            self.before.get("resumed", lambda: None)()
+            on_resumed()
+        room(self.sizes[1])
         if "publish" in self.broken:
             raise self.broken["publish"]
         self.tick("before publish")

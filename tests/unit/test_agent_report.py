@@ -17,6 +17,7 @@ from vllmsnapshot.agent.control import Files
 from vllmsnapshot.agent.decide import View
 from vllmsnapshot.agent.ledger import Attempt, Entry, Why
 from vllmsnapshot.agent.nodeops import Health, PodRef
+from vllmsnapshot.agent.space import Usage
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import Check, Condition, PodReport, PodSettings, VLLMSnapshotContentStatus, VLLMSnapshotNodeStatus
@@ -194,21 +195,27 @@ def test_a_reason_is_a_word(given_reason: str, written: str) -> None:
 
 
 def test_the_nodes_status_is_written_on_news_only() -> None:
-    health = Health(capable=True, checks=[Check(name="criu", status="Pass")], store_bytes_free=10 << 30, boot_id="b")
-    old = report.node_status(health, [artifact("art", "u")], 0, VLLMSnapshotNodeStatus(), NOW)
+    health = Health(capable=True, checks=[Check(name="criu", status="Pass")], boot_id="b")
+    usage = Usage(artifacts={"art": 5}, free=10 << 30, quota=20 << 30)
+    old = report.node_status(health, usage, [artifact("art", "u")], 0, VLLMSnapshotNodeStatus(), NOW)
     assert VLLMSnapshotNodeStatus.model_validate(old.dump()) == old
-    later = report.node_status(health, [artifact("art", "u")], 0, old, NOW + 60)
-    assert not report.node_changed(old, later)
-    for change in ({"store_bytes_free": 8 << 30}, {"capable": False, "message": "no CRIU"}):
-        new = report.node_status(Health(**{**vars(health), **change}), [artifact("art", "u")], 0, old, NOW + 60)
-        assert report.node_changed(old, new)
-    assert report.node_changed(old, report.node_status(health, [], 0, old, NOW))
-    assert report.node_changed(old, report.node_status(health, [artifact("art", "u")], 1, old, NOW))
+    assert (old.store_bytes_used, old.store_bytes_free, old.store_bytes_quota) == (5, 10 << 30, 20 << 30)
+
+    def again(health: Health = health, usage: Usage = usage, held: int = 1, in_flight: int = 0) -> VLLMSnapshotNodeStatus:
+        return report.node_status(health, usage, [artifact("art", "u")][:held], in_flight, old, NOW + 60)
+
+    assert not report.node_changed(old, again())
+    assert not report.node_changed(old, again(usage=replace(usage, free=usage.free - 5)))
+    assert report.node_changed(old, again(usage=replace(usage, free=8 << 30)))
+    assert report.node_changed(old, again(usage=replace(usage, quota=None)))
+    assert report.node_changed(old, again(health=replace(health, capable=False, message="no CRIU")))
+    assert report.node_changed(old, again(held=0))
+    assert report.node_changed(old, again(in_flight=1))
 
 
 def test_a_node_says_of_its_gpus_apart_from_all_else() -> None:
     def conditions(old: VLLMSnapshotNodeStatus, now: float, **health: Any) -> tuple[VLLMSnapshotNodeStatus, dict[str, Condition]]:
-        new = report.node_status(Health(capable=True, **health), [], 0, old, now)
+        new = report.node_status(Health(capable=True, **health), Usage(), [], 0, old, now)
         return new, {x.type: x for x in new.conditions or []}
 
     old, found = conditions(VLLMSnapshotNodeStatus(), NOW)
@@ -224,7 +231,14 @@ def test_a_node_says_of_its_gpus_apart_from_all_else() -> None:
 
 def test_an_event_written_twice_is_one_event() -> None:
     event = report.Event(
-        pod=REF, snapshot="s" * 253, snapshot_uid="u", reason="Restored", action="Restore", note="n" * 5000, key="i1"
+        pod=REF,
+        namespace="default",
+        snapshot="s" * 253,
+        snapshot_uid="u",
+        reason="Restored",
+        action="Restore",
+        note="n" * 5000,
+        key="i1",
     )
     first, again = report.events(event, "node-1", NOW), report.events(event, "node-1", NOW + 5)
     names = [x["metadata"]["name"] for x in first]
@@ -233,6 +247,8 @@ def test_an_event_written_twice_is_one_event() -> None:
     assert all(len(x) <= 253 for x in names)
     assert {x["regarding"]["kind"] for x in first} == {"Pod", "VLLMSnapshot"}
     assert all(len(x["note"]) <= 1024 for x in first)
+    (alone,) = report.events(replace(event, pod=None), "node-1", NOW)
+    assert (alone["regarding"]["kind"], "related" in alone) == ("VLLMSnapshot", False)
 
 
 # --- facts -----------------------------------------------------------------------------------------------------------

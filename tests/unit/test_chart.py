@@ -473,6 +473,8 @@ def test_values_that_break_a_rule_are_refused(rule: str) -> None:
     [
         ({"agent": {"kubeletDir": "relative"}}, "/agent/kubeletDir"),
         ({"agent": {"storeDir": "/"}}, "/agent/storeDir"),
+        ({"agent": {"storeQuota": "many"}}, "/agent/storeQuota"),
+        ({"agent": {"storeMinFree": ""}}, "/agent/storeMinFree"),
         ({"agent": {"storeDir": "/a/../etc"}}, "/agent/storeDir"),
         ({"image": {"digest": "sha256:short"}}, "/image/digest"),
         ({"image": {"repository": "x@sha256:0"}}, "/image/repository"),

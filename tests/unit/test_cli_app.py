@@ -212,7 +212,8 @@ def test_gc_removes_nothing_unasked_and_never_what_was_retained_on_purpose(clust
     answers = cluster(*made)
     status, out, _ = call("artifacts", "gc", "--dry-run")
     assert status == Exit.OK
-    assert [line.split()[0] for line in out.splitlines()] == ["NAME", "kept", "old"]
+    assert [line.split()[0] for line in out.splitlines() if line] == ["NAME", "kept", "old", "Where", "NODE", "node-a"]
+    assert out.splitlines()[-1].split()[1:3] == ["1", "new"]
     assert call("artifacts", "gc")[0] == Exit.USAGE, "nobody is there to be asked"
     assert answers.wrote == []
     assert call("artifacts", "gc", "--yes")[0] == Exit.OK

@@ -273,6 +273,26 @@ def test_gc_waits_for_the_operator_to_tell_what_fits_the_spec() -> None:
     assert garbage(content("a"), content("b", age=1.0), snapshots=[leaving]) == {}
 
 
+def test_gc_tells_what_a_full_store_would_evict_by_the_agents_rule() -> None:
+    mine, idle, bad = content("mine"), content("idle", owner="uid-2", age=50.0), content("bad", owner="uid-3", kind="Quarantined")
+    here = pod("a", COLD)
+    here["spec"] = {"nodeName": "node-a"}
+    found = artifacts.next_to_go([mine, idle, bad, content("open", kind="Ordered")], [here], [])
+    assert [(item.content, item.place) for item in found] == [("bad", 1), ("idle", 2)]
+    assert plain(artifacts.next_lines(found)) == (
+        "NODE     GOES   NAME   SNAPSHOT       SIZE      WHY\n"
+        "node-a   1      bad    default/smol   1.34 GB   quarantined\n"
+        "node-a   2      idle   default/smol   1.34 GB   no replica of its identity is on the node\n"
+    )
+
+
+def test_a_node_with_a_quota_says_so() -> None:
+    made = report("node-a", ("kernel", "Pass"))
+    made["status"] |= {"storeBytesQuota": 500_000_000_000, "storeBytesUsed": 120_000_000_000}
+    [found] = doctor.node(made, frozenset({"node-a"}))
+    assert found.message == "1 checks passed; 0 artifacts, 120 of 500 GB quota, 42 GB free"
+
+
 def test_gc_lines() -> None:
     found = artifacts.garbage([snapshot()], [content("new", age=1.0), content("old"), content("o", owner="x")], [], NODES, [])
     assert plain(artifacts.garbage_lines(found)) == (

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import math
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ from tests.unit.test_status import captured, claim, compute, pod, see
 from vllmsnapshot import metrics as common
 from vllmsnapshot.agent import metrics as agent_metrics
 from vllmsnapshot.agent.metrics import start_phases
+from vllmsnapshot.agent.space import Usage
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import Check, PodReport, RestoreCounts, Timings, VLLMSnapshotContentStatus
@@ -80,7 +82,8 @@ def node_state(**changed: Any) -> Iterator[Any]:
         "quarantined": [],
         "slower": [],
         "capable": True,
-        "free": 0,
+        "usage": Usage(),
+        "room": 0,
         "checks": [],
         "outbox": 0,
     }
@@ -518,7 +521,8 @@ def test_the_gauges_of_a_node(box: Box) -> None:
             quarantined=["b", "of-another-store"],
             slower=["b", "s", "of-another-store"],
             capable=False,
-            free=5,
+            usage=Usage(free=5),
+            room=4,
             checks=checks,
             outbox=3,
         )
@@ -530,6 +534,8 @@ def test_the_gauges_of_a_node(box: Box) -> None:
         "restores_in_flight": 2,
         "store_used_bytes": 40,
         "store_free_bytes": 5,
+        "store_quota_bytes": math.inf,
+        "store_room_bytes": 4,
         "store_largest_artifact_bytes": 29,
         "node_capable": 0,
         "outbox_depth": 3,

@@ -74,7 +74,7 @@ FIRING: list[tuple[str, Series, str]] = [
     (
         "VLLMSnapshotStoreFull",
         {
-            f"vllmsnapshot_agent_store_free_bytes{{{AGENT}}}": "1000000000x600",
+            f"vllmsnapshot_agent_store_room_bytes{{{AGENT}}}": "1000000000x600",
             f"vllmsnapshot_agent_store_largest_artifact_bytes{{{AGENT}}}": "1340000000x600",
         },
         "16m",

@@ -313,7 +313,7 @@ class Agent:
             old = VLLMSnapshotNodeStatus.model_validate(live.get("status") or {})
         except ValueError:
             old = VLLMSnapshotNodeStatus()
-        new = report.node_status(n.health, n.stored.values(), len(self.pods.slots), old, n.clock())
+        new = report.node_status(n.health, n.usage, n.stored.values(), len(self.pods.slots), old, n.clock())
         if report.node_changed(old, new):
             body = {"metadata": {"name": n.name, "uid": live["metadata"]["uid"]}, "status": new.dump()}
             await n.kube.apply(SNAPSHOT_NODES, body, c.MANAGER_AGENT, subresource="status")
@@ -380,7 +380,8 @@ class Agent:
             quarantined=[x.name for x in n.candidates() if x.quarantined],
             slower=[x.name for x in n.candidates() if x.slower is not None],
             capable=n.health.capable,
-            free=n.health.store_bytes_free,
+            usage=n.usage,
+            room=n.room.left(n.usage),
             checks=n.health.checks,
             outbox=n.outbox.depth,
         )

@@ -10,6 +10,7 @@ digest, publish      the artifact appears, durable, or nothing does
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import os
 import re
@@ -32,9 +33,6 @@ from .staging import Copy, Staged, StagingError
 from .store import Draft, Manifest, Store
 
 log = logging.getLogger(__name__)
-
-DISK_MARGIN: Final = 256 << 20
-"""Bytes to leave free beside an artifact: a full disk evicts pods."""
 
 MEMORY_MARGIN: Final = 128 << 20
 """Bytes of the memory limit to leave beside what comes from a GPU: page tables, and what the driver needs for the copy."""
@@ -106,10 +104,13 @@ def capture(
     criu: Criu,
     accelerator: Accelerator,
     *,
+    room: Callable[[int], None] | None = None,
     on_resumed: Callable[[], None] = lambda: None,
 ) -> CaptureResult:
     """Capture the container's tree. Blocks for seconds; on return the artifact is durable.
 
+    `room` is asked before anything is written, with the bytes that are expected, and again with those that it came to; it raises
+    StoreError where the store has none, and may make some first. Without it the store is asked, which makes none.
     The tree runs again whatever happens. `on_resumed` is called as soon as it does, also after a failure of the dump; what it
     raises is logged. Raises CaptureError or StoreError; with reason GPU_STATE_LOST the tree cannot go on and `on_resumed` was
     not called: the caller ends the replica.
@@ -117,6 +118,7 @@ def capture(
     started = time.monotonic()
     deadline = started + request.timeout_s
     phases: dict[str, float] = {}
+    ask = room or functools.partial(check_room, store)
     resumed = False
     try:
         with contextlib.ExitStack() as stack:
@@ -127,7 +129,13 @@ def capture(
             # What is on the device moves into the memory of the processes.
             on_device = int(recorded.get(MEMORY_USED, 0))
             check_memory(sum(p.rss_bytes for p in tree.processes), on_device, memory_limit(container, criu.cgroup_root))
-            _check_space(tree.estimate + on_device, request.max_bytes, store)
+            expected = tree.estimate + on_device
+            if request.max_bytes is not None and expected > request.max_bytes:
+                raise CaptureError(
+                    Reason.PREFLIGHT_SIZE,
+                    f"the artifact would have about {expected} bytes; maxArtifactBytes is {request.max_bytes}",
+                )
+            ask(expected)
             draft = stack.enter_context(store.draft(request.content))
             work = stack.enter_context(store.work_dir())
             mounts = container.mounts()
@@ -146,6 +154,7 @@ def capture(
                 _thaw(container, tree, accelerator, phases)
                 _notify(on_resumed)
             manifest = _manifest(container, request, tree, facts, recorded, stdio, mapped, draft, phases, started)
+            ask(manifest.disk_bytes)
             before = time.monotonic()
             published = draft.publish(manifest)
             log.info(
@@ -402,18 +411,11 @@ def _source(item: Staged, fd: int, skip: frozenset[str], skip_names: frozenset[s
     return Source(staged=item, fd=fd, skip=skip, skip_names=skip_names, litter=size.criu_files, bytes=size.bytes)
 
 
-def _check_space(estimate: int, max_bytes: int | None, store: Store) -> None:
-    if max_bytes is not None and estimate > max_bytes:
-        raise CaptureError(
-            Reason.PREFLIGHT_SIZE, f"the artifact would have about {estimate} bytes; maxArtifactBytes is {max_bytes}"
-        )
-    space = os.statvfs(store.root)
-    free = space.f_bavail * space.f_frsize
-    if estimate + DISK_MARGIN > free:
-        raise CaptureError(
-            Reason.INSUFFICIENT_DISK,
-            f"the artifact needs about {estimate} bytes and {DISK_MARGIN} to spare; {store.root} has {free}",
-        )
+def check_room(store: Store, size: int) -> None:
+    """Insist that the store has room for so much. Raises StoreError."""
+    usage = store.usage()
+    if usage.room(size) < 0:
+        raise usage.refusal(size)
 
 
 # --- stopped ---------------------------------------------------------------------------------------------------------

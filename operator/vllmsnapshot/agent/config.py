@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import argparse
+import math
 import os
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from decimal import Decimal
 from typing import Any
 
 
@@ -20,6 +23,10 @@ class Config:
     node_name: str = _option("", "NODE_NAME", "name of this node (required)")
     kubelet_dir: str = _option("/var/lib/kubelet", "VLLMSNAPSHOT_KUBELET_DIR", "the kubelet's directory")
     store_dir: str = _option("/var/lib/vllmsnapshot", "VLLMSNAPSHOT_STORE_DIR", "where artifacts are kept")
+    store_quota: str = _option(
+        "", "VLLMSNAPSHOT_STORE_QUOTA", "what all artifacts together may take, e.g. 500Gi; empty: what the disk has"
+    )
+    store_min_free: str = _option("1Gi", "VLLMSNAPSHOT_STORE_MIN_FREE", "what must stay free on the disk of the artifacts")
     criu_prefix: str = _option("/opt/criu", "VLLMSNAPSHOT_CRIU_PREFIX", "CRIU with the libraries it needs")
     cgroup_root: str = _option("/sys/fs/cgroup", "VLLMSNAPSHOT_CGROUP_ROOT", "the node's cgroup file system")
     accelerator: str = _option(
@@ -38,6 +45,31 @@ class Config:
     kubeconfig: str = _option("", "VLLMSNAPSHOT_KUBECONFIG", "kubeconfig file; empty: the pod's service account")
     log_level: str = _option("INFO", "VLLMSNAPSHOT_LOG_LEVEL", "DEBUG, INFO, WARNING or ERROR")
     log_format: str = _option("text", "VLLMSNAPSHOT_LOG_FORMAT", "text, or json with one object per line")
+
+    @property
+    def quota_bytes(self) -> int | None:
+        """Of the store; None: no quota."""
+        return quantity(self.store_quota) if self.store_quota else None
+
+    @property
+    def min_free_bytes(self) -> int:
+        """Of the store's disk."""
+        return quantity(self.store_min_free)
+
+
+_UNITS: Mapping[str, int] = {
+    "": 1,
+    **{p: 1000**n for n, p in enumerate("kMGTPE", 1)},
+    **{f"{p}i": 1024**n for n, p in enumerate("KMGTPE", 1)},
+}
+
+
+def quantity(text: str) -> int:
+    """Bytes of a Kubernetes quantity (`500Gi`, `1.5T`, `1000`), rounded up. Raises ValueError for anything else."""
+    match = re.fullmatch(r"(\d{1,18}(?:\.\d{1,9})?)([a-zA-Z]{0,2})", text, re.ASCII)
+    if match is None or match[2] not in _UNITS:
+        raise ValueError(f"{text!r} is no quantity of bytes, such as 500Gi")
+    return math.ceil(Decimal(match[1]) * _UNITS[match[2]])
 
 
 def parse(args: Sequence[str], env: Mapping[str, str]) -> Config:
@@ -58,6 +90,11 @@ def parse(args: Sequence[str], env: Mapping[str, str]) -> Config:
         parser.error(f"--port {config.port} is not a port")
     if not (0.1 <= config.resync_seconds <= 3600 and 1 <= config.doctor_seconds <= 86400):
         parser.error("--resync-seconds must be in 0.1..3600, --doctor-seconds in 1..86400")
+    for flag, text in (("--store-quota", config.store_quota or "0"), ("--store-min-free", config.store_min_free)):
+        try:
+            quantity(text)
+        except ValueError as e:
+            parser.error(f"{flag}: {e}")
     if config.accelerator not in ("auto", "cpu", "cuda"):
         parser.error(f"--accelerator {config.accelerator} is neither auto, cpu nor cuda")
     if config.seccomp_profile not in ("install", "none"):

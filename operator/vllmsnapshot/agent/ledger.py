@@ -89,6 +89,11 @@ class Entry:
     quarantined: Why | None = None
     capture_failed: Why | None = None
 
+    @property
+    def last_succeeded_at(self) -> float:
+        """When the last restore of those remembered that succeeded was begun (seconds since the epoch); 0.0 if none did."""
+        return max((a.at for a in self.attempts if a.outcome == "succeeded"), default=0.0)
+
 
 @dataclass
 class Ledger:

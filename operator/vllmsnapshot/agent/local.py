@@ -22,6 +22,7 @@ from .containers import Container, find, kill_all
 from .criu import Criu, CriuError
 from .errors import AgentError, CaptureError, RestoreError, StoreError
 from .nodeops import Digested, Health, Order, PodRef, Revived, Stored
+from .space import Usage
 from .store import Manifest, Store, boot_id
 
 log = logging.getLogger(__name__)
@@ -42,7 +43,7 @@ class LocalOps:
         self._accelerator = accelerator or (cuda.Cuda() if config.accelerator == "cuda" else Cpu())
         self._gpu_said = ""
         self._proc = proc
-        self.store = Store(Path(config.store_dir))
+        self.store = Store(Path(config.store_dir), quota=config.quota_bytes, min_free=config.min_free_bytes)
         self.store.recover()
 
     # --- node --------------------------------------------------------------------------------------------------------
@@ -64,18 +65,19 @@ class LocalOps:
             version = self._criu.version()
             accelerator = gpu_facts.describe(seen.facts) if seen.facts is not None else {}
             facts = identity.node_facts(version, self._criu.program, accelerator=accelerator, proc=self._proc)
-            usage = self.store.usage()
         except (OSError, CriuError, StoreError) as e:
             return replace(health, capable=False, message=message or str(e))
         return replace(
             health,
             environment=facts,
             boot_id=boot_id(),
-            store_bytes_used=usage.used,
-            store_bytes_free=usage.free,
         )
 
     # --- artifacts ---------------------------------------------------------------------------------------------------
+
+    def usage(self) -> Usage:
+        """What the store takes, and what there is."""
+        return self.store.usage()
 
     def artifacts(self) -> Sequence[Stored]:
         """All complete artifacts."""
@@ -163,7 +165,15 @@ class LocalOps:
             wanted()
             kill_all(container)
 
-    def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
+    def capture(
+        self,
+        pod: PodRef,
+        order: Order,
+        oracle: Oracle,
+        foreign: bool,
+        room: Callable[[int], None],
+        on_resumed: Callable[[], None],
+    ) -> Stored:
         """Dump the tree at the barrier."""
         with self._container(pod, CaptureError, Reason.SOURCE_GONE) as container:
             request = capture.CaptureRequest(
@@ -185,7 +195,9 @@ class LocalOps:
                 },
             )
             with self._ended_if_lost(container):
-                result = capture.capture(container, request, self.store, self._criu, self._accelerator, on_resumed=on_resumed)
+                result = capture.capture(
+                    container, request, self.store, self._criu, self._accelerator, room=room, on_resumed=on_resumed
+                )
             return _stored(result.manifest)
 
     @contextlib.contextmanager

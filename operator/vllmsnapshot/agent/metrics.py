@@ -15,10 +15,12 @@ from vllmsnapshot_child.protocol import Start
 
 from ..api import constants as c
 from ..api.types import Check, PodReport, VLLMSnapshotContentStatus, seconds
+from ..eviction import Standing
 from ..kube import Object
 from ..metrics import Buckets, Common, Family, Once, State, known_reason
 from ..objects import condition
 from . import facts
+from .space import Usage
 
 REASON = "a reason of this project (docs/reference/conditions.md), or `Other`"
 MODE = "`restore` or `cold`"
@@ -149,8 +151,29 @@ STORE_USED = Family(
 STORE_FREE = Family(
     name="vllmsnapshot_agent_store_free_bytes",
     kind="gauge",
-    help="Bytes that are free on the disk of the store, as the last examination of the node found.",
+    help="Bytes that are free on the disk of the store.",
     labels={},
+)
+STORE_QUOTA = Family(
+    name="vllmsnapshot_agent_store_quota_bytes",
+    kind="gauge",
+    help="Bytes that the artifacts in the node's store may take; `+Inf` where there is no quota.",
+    labels={},
+)
+STORE_ROOM = Family(
+    name="vllmsnapshot_agent_store_room_bytes",
+    kind="gauge",
+    help="Bytes that the next capture on the node could have: what quota and disk leave, and what would be evicted for it.",
+    labels={},
+)
+EVICTIONS = Family(
+    name="vllmsnapshot_evictions_total",
+    kind="counter",
+    help="Artifacts that were removed because the node's store was full.",
+    labels={
+        "standing": "`broken`: nothing may be restored from it; `superseded`: its snapshot has a later one; `idle`: no replica of "
+        "its identity was on the node. Many idle ones: the store is too small for what takes turns on the node"
+    },
 )
 STORE_LARGEST = Family(
     name="vllmsnapshot_agent_store_largest_artifact_bytes",
@@ -191,7 +214,10 @@ FAMILIES = (
     HELD,
     STORE_USED,
     STORE_FREE,
+    STORE_QUOTA,
+    STORE_ROOM,
     STORE_LARGEST,
+    EVICTIONS,
     CAPABLE,
     CHECK,
     OUTBOX,
@@ -286,6 +312,7 @@ class Metrics(Common):
         self._restores = RESTORES.counter(self.registry)
         self._captures = CAPTURES.counter(self.registry)
         self._capture_phases = CAPTURE_PHASE_SECONDS.histogram(self.registry)
+        self._evictions = EVICTIONS.counter(self.registry)
         self._bytes = ARTIFACT_BYTES.histogram(self.registry)
         for labels in EXPECTED_STARTS:
             self._decisions.labels(*labels)
@@ -294,6 +321,9 @@ class Metrics(Common):
             self._restores.labels(*labels)
         for labels in EXPECTED_CAPTURES:
             self._captures.labels(*labels)
+        for standing in Standing:
+            if standing is not Standing.NEEDED:
+                self._evictions.labels(standing.name.lower())
         for mode in (c.START_COLD, c.START_RESTORE):
             self._start_seconds.labels(mode)
             self._restart_seconds.labels(mode)
@@ -317,6 +347,10 @@ class Metrics(Common):
     def settled(self, outcome: str, reason: str) -> None:
         """The ledger has recorded how a restore ended."""
         self._restores.labels(outcome, c.Reason.RESTORED if outcome == "succeeded" else known_reason(reason)).inc()
+
+    def evicted(self, standing: Standing) -> None:
+        """An artifact was removed from a full store."""
+        self._evictions.labels(standing.name.lower()).inc()
 
     def will_report(self, uid: str, before: PodReport, report: PodReport) -> None:
         """`report` is about to be written to the pod, which has `before`."""
@@ -387,18 +421,21 @@ def node_state(
     quarantined: Iterable[str],
     slower: Iterable[str],
     capable: bool,
-    free: int,
+    usage: Usage,
+    room: int,
     checks: Iterable[Check],
     outbox: int,
 ) -> Iterator[Metric]:
-    """The gauges of a node. `artifacts` is bytes by content, `quarantined` and `slower` names of contents, `free` bytes."""
+    """The gauges of a node. `artifacts` is bytes by content, `quarantined` and `slower` names of contents, `room` bytes."""
     bad = artifacts.keys() & set(quarantined)
     slow = (artifacts.keys() & set(slower)) - bad
     yield IN_FLIGHT.now([((), in_flight)])
     usable = len(artifacts) - len(bad) - len(slow)
     yield HELD.now([(("usable",), usable), (("quarantined",), len(bad)), (("slower",), len(slow))])
     yield STORE_USED.now([((), sum(artifacts.values()))])
-    yield STORE_FREE.now([((), free)])
+    yield STORE_FREE.now([((), usage.free)])
+    yield STORE_QUOTA.now([((), math.inf if usage.quota is None else usage.quota)])
+    yield STORE_ROOM.now([((), room)])
     yield STORE_LARGEST.now([((), max(artifacts.values(), default=0))])
     yield CAPABLE.now([((), float(capable))])
     yield CHECK.now(((check.name,), _CHECK_VALUES[check.status]) for check in checks)

@@ -13,6 +13,7 @@ from typing import Protocol
 from vllmsnapshot_child.protocol import Oracle
 
 from ..api.types import Check
+from .space import Usage
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -81,8 +82,6 @@ class Health:
     checks: Sequence[Check] = ()
     environment: Mapping[str, str] = field(default_factory=dict)
     boot_id: str = ""
-    store_bytes_used: int = 0
-    store_bytes_free: int = 0
 
     def obstacle(self, *, gpu: bool) -> str:
         """What keeps a replica, with or without a GPU, from being captured and restored here; empty if nothing does."""
@@ -104,6 +103,9 @@ class NodeOps(Protocol):
 
     def doctor(self) -> Health:
         """Examine the node."""
+
+    def usage(self) -> Usage:
+        """What the store takes, and what there is."""
 
     def artifacts(self) -> Sequence[Stored]:
         """All complete artifacts."""
@@ -144,8 +146,20 @@ class NodeOps(Protocol):
         `wanted` raises if it is another container by now. It is called before each of the two.
         """
 
-    def capture(self, pod: PodRef, order: Order, oracle: Oracle, foreign: bool, on_resumed: Callable[[], None]) -> Stored:
-        """Dump the tree at the barrier. Calls `on_resumed` once the tree runs again; on return the artifact is durable."""
+    def capture(
+        self,
+        pod: PodRef,
+        order: Order,
+        oracle: Oracle,
+        foreign: bool,
+        room: Callable[[int], None],
+        on_resumed: Callable[[], None],
+    ) -> Stored:
+        """Dump the tree at the barrier. Calls `on_resumed` once the tree runs again; on return the artifact is durable.
+
+        `room` is called before anything is written, with the bytes that are expected, and before the artifact gets its name, with
+        those that it takes. It raises if there is no room for them.
+        """
 
     def resume(self, pod: PodRef) -> None:
         """Let a tree run on that an interrupted capture left stopped."""

@@ -24,7 +24,7 @@ from vllmsnapshot_child.protocol import Release as ReleaseMarker
 
 from ..api import constants as c
 from ..api.constants import Reason
-from ..api.types import Verification, VerificationOutcome, VLLMSnapshotContentStatus
+from ..api.types import SnapshotRef, Verification, VerificationOutcome, VLLMSnapshotContentStatus
 from ..kube import CONTENTS, EVENTS, PODS, ApiError, Kube, Object
 from ..objects import condition, is_true
 from . import breakeven, decide, facts, report
@@ -36,7 +36,9 @@ from .ledger import Ledger
 from .metrics import Metrics
 from .nodeops import Digested, Health, NodeOps, Order, Revived, Stored, explain
 from .outbox import Outbox
+from .room import Room
 from .slots import Slots
+from .space import Usage
 from .verify import Checks
 
 log = logging.getLogger(__name__)
@@ -85,6 +87,7 @@ class Node:
     wake_content: Callable[[str], None] = lambda _: None
     wake_node: Callable[[], None] = lambda: None
     health: Health = field(default_factory=lambda: Health(capable=False, message="the node has not been examined yet"))
+    usage: Usage = field(default_factory=Usage)
     stored: dict[str, Stored] = field(default_factory=dict)  # a copy of what the store holds; the store itself decides
     busy: Counter[str] = field(default_factory=Counter)  # contents whose files are in use
     told: dict[str, None] = field(default_factory=dict)  # names of events that were written
@@ -93,6 +96,7 @@ class Node:
 
     def __post_init__(self) -> None:
         self.ledger.settled = self.metrics.settled
+        self.room = Room(self)
 
     async def thread(self, function: Callable[P, T], *args: P.args, **kwargs: P.kwargs) -> T:
         """Run something slow in a thread of our own (asyncio's pool is as small as the machine)."""
@@ -102,6 +106,12 @@ class Node:
     async def refresh(self) -> None:
         """Look into the store again."""
         self.stored = {x.content: x for x in await self.thread(self.ops.artifacts)}
+        await self.measure()
+
+    async def measure(self) -> None:
+        """See how much room there is."""
+        self.usage = await self.thread(self.ops.usage)
+        self.wake_node()
 
     async def quarantine(self, content: str, uid: str, reason: str, message: str) -> None:
         """Let nothing be restored from a content any more; a disk that refuses to remember it does not undo it."""
@@ -134,12 +144,14 @@ class Node:
                 found.append(item)
         return tuple(found)
 
-    def tell(self, pod: Pod, reason: str, action: str, note: str, key: str, *, warning: bool = False) -> None:
+    def tell(self, who: Pod | SnapshotRef, reason: str, action: str, note: str, key: str, *, warning: bool = False) -> None:
         """Write an event, if it has not been written before."""
+        pod = who if isinstance(who, Pod) else None
         event = report.Event(
-            pod=pod.ref,
-            snapshot=pod.snapshot,
-            snapshot_uid=pod.snapshot_uid,
+            pod=pod.ref if pod is not None else None,
+            namespace=who.ref.namespace if isinstance(who, Pod) else who.namespace,
+            snapshot=who.snapshot if isinstance(who, Pod) else who.name,
+            snapshot_uid=who.snapshot_uid if isinstance(who, Pod) else who.uid,
             reason=report.word(reason),
             action=action,
             note=note,
@@ -466,16 +478,23 @@ class Pods:
             self._write(ref.uid, marker, exclusive=True)
             loop.call_soon_threadsafe(self._say_again, ref.uid)
 
+        def room(size: int) -> None:
+            for name in n.room.take(step.content, size):
+                loop.call_soon_threadsafe(n.wake_content, name)
+
         with n.using(step.content):
             try:
-                stored = await n.thread(n.ops.capture, ref, order, ready.oracle, ready.protocol is None, resumed)
+                stored = await n.thread(n.ops.capture, ref, order, ready.oracle, ready.protocol is None, room, resumed)
             except Exception as e:
                 reason, message = explain(e, Reason.DUMP_FAILED)
                 log.warning("%s/%s: capture %s: %s: %s", ref.namespace, ref.name, step.content, reason, message, exc_info=e)
                 await self._note_failed(step.content, uid, reason, message)
             else:
                 n.stored[step.content] = stored
+            finally:
+                n.room.give_back(step.content)
         n.wake_content(step.content)
+        await self._try(n.measure(), "measure the store")
 
     def _say_again(self, uid: str) -> None:
         view = self.observe(uid)
@@ -725,6 +744,11 @@ class Contents:
 
     def _tell(self, obj: Object) -> None:
         spec = facts.content_spec(obj)
+        evicted = condition(obj, c.QUARANTINED)
+        if spec is not None and evicted.get("reason") == Reason.EVICTED:
+            note = f"{obj['metadata']['name']} on node {self.node.name}: {evicted.get('message')}"
+            self.node.tell(spec.snapshot_ref, Reason.EVICTED, "Evict", note, obj["metadata"]["uid"])
+            return
         pod = self.node.pods.get(spec.source_pod.uid) if spec is not None else None
         if spec is None or pod is None:
             return
@@ -781,7 +805,7 @@ class Contents:
         await n.thread(n.ops.delete_artifact, name)
         n.stored.pop(name, None)
         n.wrote("artifact deleted")
-        n.wake_node()
+        await n.measure()
 
     async def collect(self) -> None:
         """Delete artifacts and ledger entries that no content object stands for. Raises ApiError.
@@ -792,6 +816,8 @@ class Contents:
         await n.refresh()
         await self._save_ledger()
         await n.thread(n.ops.sweep)
+        for name in await n.thread(n.room.relieve):
+            n.wake_content(name)
         # Also those whose manifest cannot be read.
         held, remembered = await n.thread(n.ops.held), n.ledger.contents()
         live = {x["metadata"]["name"]: x["metadata"]["uid"] for x in await n.kube.list(CONTENTS)}

@@ -34,6 +34,7 @@ from . import breakeven
 from .decide import View, on_trust, restoring, verdict
 from .ledger import Entry
 from .nodeops import Health, PodRef, Stored
+from .space import Usage
 
 Object = dict[str, Any]
 State = Literal["Deciding", "Restoring", "Starting", "AtBarrier", "Capturing", "Released", "Serving", "Failed"]
@@ -287,6 +288,7 @@ def content_status(
             failed=entry.failed,
             consecutive_failures=entry.consecutive,
             last_failure=entry.last_failure[:4096] or None,
+            last_succeeded_at=rfc3339(last) if (last := entry.last_succeeded_at) else restores and restores.last_succeeded_at,
         )
     return VLLMSnapshotContentStatus(
         conditions=list(conditions.values()) or None,
@@ -334,7 +336,7 @@ def word(reason: str) -> str:
 
 
 def node_status(
-    health: Health, artifacts: Iterable[Stored], in_flight: int, old: VLLMSnapshotNodeStatus, now: float
+    health: Health, usage: Usage, artifacts: Iterable[Stored], in_flight: int, old: VLLMSnapshotNodeStatus, now: float
 ) -> VLLMSnapshotNodeStatus:
     """What the agent knows of its node."""
 
@@ -361,8 +363,9 @@ def node_status(
         boot_id=health.boot_id[:64] or None,
         checks=list(health.checks)[:64] or None,
         environment=_facts(health.environment) or None,
-        store_bytes_used=health.store_bytes_used,
-        store_bytes_free=health.store_bytes_free,
+        store_bytes_used=usage.used,
+        store_bytes_free=usage.free,
+        store_bytes_quota=usage.quota,
         artifacts=[HeldArtifact(content=x.content, bytes=x.bytes) for x in sorted(artifacts, key=lambda x: x.content)[:1024]]
         or None,
         restores_in_flight=in_flight,
@@ -386,9 +389,10 @@ def node_changed(old: VLLMSnapshotNodeStatus, new: VLLMSnapshotNodeStatus) -> bo
 
 @dataclass(frozen=True, kw_only=True)
 class Event:
-    """An event on a pod and on its snapshot. `key` tells apart what happens more than once (an incarnation, a content)."""
+    """An event on a pod and on its snapshot, or on the snapshot alone. `key` tells apart what happens more than once (an incarnation, a content)."""
 
-    pod: PodRef
+    pod: PodRef | None
+    namespace: str
     snapshot: str
     snapshot_uid: str
     reason: str
@@ -400,28 +404,27 @@ class Event:
 
 def events(event: Event, node: str, now: float) -> list[Object]:
     """The objects to create. Their names follow from what happened: written twice, it is one event."""
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "namespace": event.pod.namespace,
-        "name": event.pod.name,
-        "uid": event.pod.uid,
-    }
     snapshot = {
         "apiVersion": c.API_VERSION,
         "kind": "VLLMSnapshot",
-        "namespace": event.pod.namespace,
+        "namespace": event.namespace,
         "name": event.snapshot,
         "uid": event.snapshot_uid,
     }
+    pairs: list[tuple[Object, Object | None]] = [(snapshot, None)]
+    uid = ""
+    if event.pod is not None:
+        uid = event.pod.uid
+        pod = {"apiVersion": "v1", "kind": "Pod", "namespace": event.namespace, "name": event.pod.name, "uid": uid}
+        pairs = [(pod, snapshot), (snapshot, pod)]
     made = []
-    for regarding, related in ((pod, snapshot), (snapshot, pod)):
-        digest = hashlib.sha256(f"{regarding['uid']} {event.pod.uid} {event.reason} {event.key}".encode()).hexdigest()[:16]
+    for regarding, related in pairs:
+        digest = hashlib.sha256(f"{regarding['uid']} {uid} {event.reason} {event.key}".encode()).hexdigest()[:16]
         made.append(
             {
                 "apiVersion": "events.k8s.io/v1",
                 "kind": "Event",
-                "metadata": {"namespace": event.pod.namespace, "name": f"{str(regarding['name'])[:200]}.{digest}"},
+                "metadata": {"namespace": event.namespace, "name": f"{str(regarding['name'])[:200]}.{digest}"},
                 "eventTime": micro_time(now),
                 "reportingController": f"{c.GROUP}/agent",
                 "reportingInstance": node[:128],
@@ -430,7 +433,7 @@ def events(event: Event, node: str, now: float) -> list[Object]:
                 "type": "Warning" if event.warning else "Normal",
                 "note": event.note[:1000],
                 "regarding": regarding,
-                "related": related,
+                **({"related": related} if related is not None else {}),
             }
         )
     return made

@@ -36,6 +36,7 @@ from typing import Any, Final
 from ..api.constants import Reason
 from .errors import StoreError, disk_reason
 from .identity import FileFact
+from .space import Usage
 
 log = logging.getLogger(__name__)
 
@@ -45,6 +46,9 @@ MANIFEST_VERSION: Final = 1
 MAX_MANIFEST_BYTES: Final = 256 << 20
 CHUNK: Final = 64 << 20
 """A file's digest is the sha256 of the sha256 of each piece of this size, so that one large file uses every core."""
+
+MIN_FREE: Final = 256 << 20
+"""Bytes to leave free beside the artifacts, where nobody says otherwise: a full disk evicts pods."""
 
 _NAME: Final = re.compile(r"[a-z0-9]([a-z0-9.-]{0,251}[a-z0-9])?")
 
@@ -136,20 +140,13 @@ class Manifest:
             raise StoreError(Reason.ARTIFACT_CORRUPT, f"the manifest cannot be read: {e}") from e
 
 
-@dataclass(frozen=True, kw_only=True)
-class Usage:
-    """Bytes that the artifacts take on disk, and bytes free on their file system."""
-
-    used: int
-    free: int
-
-
 class Store:
     """The directory tree. Usable from several threads; from one process at a time."""
 
-    def __init__(self, root: Path) -> None:
-        """`root` need not exist yet."""
+    def __init__(self, root: Path, *, quota: int | None = None, min_free: int = MIN_FREE) -> None:
+        """`root` need not exist yet. `quota` and `min_free`: see `space.Usage`, which has them; nothing is refused here."""
         self.root = root
+        self.quota, self.min_free = quota, min_free
         self.artifacts_dir = root / "artifacts"
         self.tmp_dir = root / "tmp"
         self._writing: set[str] = set()  # names in tmp that are in use
@@ -191,7 +188,20 @@ class Store:
             space = os.statvfs(self.root)
         except OSError as e:
             raise StoreError(Reason.STORE_FAILED, f"the store {self.root} cannot be read: {e}") from e
-        return Usage(used=sum(m.disk_bytes for m in self.manifests()), free=space.f_bavail * space.f_frsize)
+        return Usage(
+            artifacts={name: self._bytes(name) for name in self.names()},
+            writing=sum(_disk_bytes(self.tmp_dir / name) for name in list(self._writing)),
+            free=space.f_bavail * space.f_frsize,
+            quota=self.quota,
+            min_free=self.min_free,
+        )
+
+    def _bytes(self, content: str) -> int:
+        """On disk. Also of what cannot be read: it takes room all the same."""
+        try:
+            return self.manifest(content).disk_bytes
+        except StoreError:
+            return _disk_bytes(self.artifacts_dir / content)
 
     def manifests(self) -> list[Manifest]:
         """Of all readable artifacts, by content name."""
@@ -506,6 +516,16 @@ def _walk(base: Path) -> Iterator[str]:
             path = Path(top) / name
             if stat.S_ISREG(path.lstat().st_mode) and path.parent != base:
                 yield str(path.relative_to(base))
+
+
+def _disk_bytes(base: Path) -> int:
+    """Of everything below; what vanishes meanwhile counts as nothing."""
+    total = 0
+    for top, _, leaves in os.walk(base):
+        for name in leaves:
+            with contextlib.suppress(OSError):
+                total += os.lstat(os.path.join(top, name)).st_blocks * 512
+    return total
 
 
 def _stamp(info: os.stat_result) -> list[int]:

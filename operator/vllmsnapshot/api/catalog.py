@@ -48,6 +48,7 @@ REASONS: dict[str, str] = {
     R.DUMP_FAILED: "CRIU, or a step around it, failed; the message says which.",
     R.CAPTURE_TIMEOUT: "The capture took longer than `capture.timeoutSeconds`.",
     R.STORE_FAILED: "The node's store cannot be written.",
+    R.EVICTED: "The store of the node was full, and this artifact was the one that is missed least; the operator deletes the content.",
     R.ALL_REPLICAS_READY: "All replicas that are wanted are ready and of the present revision.",
     R.REPLICAS_NOT_READY: "Replicas are missing or not ready; the message says what the oldest one waits for.",
     R.SCALED_TO_ZERO: "No replicas are wanted, and none is there.",
@@ -216,7 +217,14 @@ CONDITIONS: tuple[ConditionDoc, ...] = (
         good=None,
         true="The breaker is open: nothing is restored from the artifact any more.",
         false="Never written.",
-        reasons=(R.CANARY_MISMATCH, R.ARTIFACT_CORRUPT, R.IDENTITY_MISMATCH, R.FAILURE_BUDGET_SPENT, R.ARTIFACT_MISSING),
+        reasons=(
+            R.CANARY_MISMATCH,
+            R.ARTIFACT_CORRUPT,
+            R.IDENTITY_MISMATCH,
+            R.FAILURE_BUDGET_SPENT,
+            R.ARTIFACT_MISSING,
+            R.EVICTED,
+        ),
     ),
     ConditionDoc(
         kind="VLLMSnapshotContent",
@@ -288,6 +296,12 @@ AGENT_EVENTS: tuple[EventDoc, ...] = (
     EventDoc(reason=R.CAPTURE_STARTED, action="Capture", warning=False, when="a capture begins"),
     EventDoc(reason=R.CAPTURED, action="Capture", warning=False, when="an artifact is durable"),
     EventDoc(reason=R.CAPTURE_FAILED, action="Capture", warning=True, when="an order was not fulfilled; the note has the reason"),
+    EventDoc(
+        reason=R.EVICTED,
+        action="Evict",
+        warning=False,
+        when="an artifact was removed from a full store (on the VLLMSnapshot alone: it has no replica there); the note says for what",
+    ),
     EventDoc(reason=R.CANARY_MISMATCH, action="Verify", warning=True, when="a replica gave a wrong answer and was ended"),
 )
 """Written on the pod and on its VLLMSnapshot, once per container or content: the name of an event follows from what it says."""

@@ -145,6 +145,7 @@ class Reason:
     DUMP_FAILED: Final = "DumpFailed"
     CAPTURE_TIMEOUT: Final = "CaptureTimeout"
     STORE_FAILED: Final = "StoreFailed"
+    EVICTED: Final = "Evicted"
 
     # events only
     COLD_STARTED: Final = "ColdStarted"

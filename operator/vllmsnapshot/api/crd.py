@@ -204,6 +204,7 @@ COLUMNS: dict[str, list[Schema]] = {
         _column("Ready", _condition(c.READY)),
         _column("Reason", _condition(c.READY, "reason")),
         _column("Used", ".status.storeBytesUsed", "integer"),
+        _column("Quota", ".status.storeBytesQuota", "integer", priority=1),
         _column("Free", ".status.storeBytesFree", "integer"),
         _column("Restoring", ".status.restoresInFlight", "integer"),
         _column("Age", ".metadata.creationTimestamp", "date"),

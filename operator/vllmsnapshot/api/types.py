@@ -621,6 +621,10 @@ class RestoreCounts(Model):
     failed: Annotated[int, Field(ge=0)] = 0
     consecutive_failures: Annotated[int, Field(ge=0)] = 0
     last_failure: Message | None = None
+    last_succeeded_at: Annotated[
+        str | None,
+        Field(json_schema_extra={"format": "date-time"}, description="Which artifact goes first when the store is full."),
+    ] = None
 
 
 class VerificationOutcome(StrEnum):
@@ -698,6 +702,9 @@ class VLLMSnapshotNodeStatus(Model):
     environment: Annotated[dict[str, Fact] | None, Field(max_length=64)] = None
     store_bytes_used: Annotated[int | None, Field(ge=0)] = None
     store_bytes_free: Annotated[int | None, Field(ge=0)] = None
+    store_bytes_quota: Annotated[
+        int | None, Field(ge=0, description="What all artifacts together may take; absent where there is no quota.")
+    ] = None
     artifacts: Annotated[list[HeldArtifact] | None, Field(max_length=1024), ListMap("content")] = None
     restores_in_flight: Annotated[int, Field(ge=0)] = 0
 

@@ -421,7 +421,9 @@ def _verdict(item: Object) -> Text:
 
 @artifact_app.command("gc")
 def artifacts_gc(
-    dry_run: Annotated[bool, typer.Option("--dry-run", help="Only tell what would be removed, and why.")] = False,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Only tell what would be removed, and what a full store would evict.")
+    ] = False,
     retained: Annotated[
         bool, typer.Option("--retained", help="Also what was kept when its snapshot was deleted (deletionPolicy Retain).")
     ] = False,
@@ -446,13 +448,23 @@ def artifacts_gc(
         )
         found = artifacts.garbage(snapshots, contents, pods, nodes, reports)
         doomed = [item for item in found if retained or not item.retained]
+        # What goes anyhow makes room anyhow.
+        going = {item.content.name for item in found}
+        after = (
+            artifacts.next_to_go([x for x in contents if x["metadata"]["name"] not in going], pods, reports) if dry_run else []
+        )
         if output.structured:
-            dump([_garbage(item, removed=item in doomed and not dry_run) for item in found], output)
+            first = [_garbage(item, removed=item in doomed and not dry_run) for item in found]
+            dump([*first, *(_next(item) for item in after)], output)
         elif found:
             out = console()
             show(out, artifacts.garbage_lines(found, width=width_of(out)))
         else:
             note("nothing to remove")
+        if after and not output.structured:
+            out = console()
+            head = Text("Where a store has no room for a capture, its agent evicts in this order:")
+            show(out, [*([Text()] if found else []), head, *artifacts.next_lines(after, width=width_of(out))])
         if dry_run or not doomed:
             return None
         if not yes and not (sys.stdin.isatty() and typer.confirm(f"Remove {len(doomed)}?", err=True)):
@@ -463,6 +475,17 @@ def artifacts_gc(
         return None
 
     run(Target(kubeconfig, context, namespace), work)
+
+
+def _next(item: artifacts.Next) -> Object:
+    return {
+        "name": item.content,
+        "node": item.node,
+        "snapshot": item.owner,
+        "why": item.why,
+        "removed": False,
+        "evictedInPlace": item.place,
+    }
 
 
 def _garbage(item: artifacts.Garbage, *, removed: bool) -> Object:

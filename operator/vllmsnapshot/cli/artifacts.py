@@ -10,6 +10,7 @@ from typing import Any
 from pydantic import ValidationError
 from rich.text import Text
 
+from .. import eviction
 from ..api import constants as c
 from ..api.types import VerificationOutcome, VLLMSnapshotSpec, seconds
 from ..environment import CPU_FLAGS
@@ -37,6 +38,8 @@ COLUMNS = (
 
 def state(item: Content) -> Cell:
     """One word, the most telling."""
+    if item.evicted:
+        return Cell(c.Reason.EVICTED, FAINT)
     if item.deleting:
         return Cell("Deleting", FAINT)
     if item.quarantined:
@@ -262,3 +265,51 @@ def garbage_lines(found: Sequence[Garbage], *, width: int | None = None) -> list
 
 def _bytes(item: Garbage) -> int | None:
     return item.content.status.artifact.bytes if item.content.status.artifact else None
+
+
+# --- eviction --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Next:
+    """An artifact that its node would evict if a capture needed the room; on each node the first goes first."""
+
+    content: str
+    owner: str
+    node: str
+    bytes: int
+    why: str
+    place: int
+
+
+def next_to_go(contents: Sequence[Object], pods: Sequence[Object], reports: Sequence[Object]) -> list[Next]:
+    """By the agents' own rule (`eviction.evictable`), in their order: what is broken, superseded or idle on its node.
+
+    An agent knows a little more: which files are being read this moment. With the contents and pods of one namespace alone its
+    artifacts are in their order all the same, only not among those of others.
+    """
+    environments = {item["metadata"]["name"]: (item.get("status") or {}).get("environment") or {} for item in reports}
+    by_node: dict[str, list[Object]] = defaultdict(list)
+    for item in contents:
+        content = Content.parse(item)
+        if (content.captured or content.quarantined) and not content.deleting:
+            by_node[str(item["spec"]["nodeName"])].append(item)
+    found = []
+    for node, here in sorted(by_node.items()):
+        owners = {str(item["metadata"]["name"]): owner(item) for item in here}
+        made = [eviction.artifact(item, environments.get(node, {})) for item in here]
+        ranked = eviction.evictable(made, eviction.uses(pods, node))
+        found += [
+            Next(item.content, owners[item.content], node, item.bytes, eviction.why(item, rank), place)
+            for place, (item, rank) in enumerate(ranked, start=1)
+        ]
+    return found
+
+
+NEXT_COLUMNS = (Column("NODE"), Column("GOES", 3), Column("NAME"), Column("SNAPSHOT", 2), Column("SIZE", 1), Column("WHY"))
+
+
+def next_lines(found: Sequence[Next], *, width: int | None = None) -> list[Text]:
+    """The table."""
+    rows = [(item.node, str(item.place), item.content, item.owner, size(item.bytes), item.why) for item in found]
+    return table(NEXT_COLUMNS, rows, width=width)

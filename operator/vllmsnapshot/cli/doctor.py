@@ -203,7 +203,9 @@ def node(obj: Object, agent_nodes: frozenset[str] | None) -> list[Finding]:
         checks = len(status.get("checks") or [])
         held = len(status.get("artifacts") or [])
         free = (status.get("storeBytesFree") or 0) / 1e9
-        made.append(Finding(area, "ready", "Pass", f"{checks} checks passed; {held} artifacts, {free:.0f} GB free"))
+        quota = status.get("storeBytesQuota")
+        used = f", {(status.get('storeBytesUsed') or 0) / 1e9:.0f} of {quota / 1e9:.0f} GB quota" if quota is not None else ""
+        made.append(Finding(area, "ready", "Pass", f"{checks} checks passed; {held} artifacts{used}, {free:.0f} GB free"))
     return made
 
 

@@ -453,7 +453,7 @@ def _farewell(claim: Claim, observed: Observed) -> Iterator[Action]:
         return
     rest: list[Action] = [DeletePod(replica, "snapshot deleted") for replica in observed.pods if not replica.deleting]
     if claim.deletion_policy == DeletionPolicy.DELETE:
-        rest += [DeleteContent(item, "snapshot deleted") for item in observed.contents if not item.deleting]
+        rest += [DeleteContent(item, "snapshot deleted") for item in observed.contents if item.evicted or not item.deleting]
     yield from rest
     yield from _labels(observed)  # or the agent never sees that it goes
     if not rest:
