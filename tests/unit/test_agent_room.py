@@ -218,7 +218,7 @@ def test_what_cannot_be_used_goes_first(box: Box, how: Callable[[Box], None]) ->
     assert set(box.ops.store) == {"good"}
     # What was said of it stays; of what was only unusable nobody shall think that it was lost.
     known = box.node.ledger.entry("bad", "uid-bad").quarantined
-    wanted = {damaged: Reason.CANARY_MISMATCH, nobodys: ""}.get(how, Reason.EVICTED)
+    wanted = Reason.CANARY_MISMATCH if how is damaged else "" if how is nobodys else Reason.EVICTED
     assert (known.reason if known else "") == wanted
 
 

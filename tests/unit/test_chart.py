@@ -472,6 +472,7 @@ def test_values_that_break_a_rule_are_refused(rule: str) -> None:
     ("values", "message"),
     [
         ({"agent": {"kubeletDir": "relative"}}, "/agent/kubeletDir"),
+        ({"agent": {"updateStrategy": {"rollingUpdate": {"maxSurge": 1}}}}, "/agent/updateStrategy/rollingUpdate"),
         ({"agent": {"storeDir": "/"}}, "/agent/storeDir"),
         ({"agent": {"storeQuota": "many"}}, "/agent/storeQuota"),
         ({"agent": {"storeMinFree": ""}}, "/agent/storeMinFree"),

@@ -274,7 +274,8 @@ def test_gc_waits_for_the_operator_to_tell_what_fits_the_spec() -> None:
 
 
 def test_gc_tells_what_a_full_store_would_evict_by_the_agents_rule() -> None:
-    mine, idle, bad = content("mine"), content("idle", owner="uid-2", age=50.0), content("bad", owner="uid-3", kind="Quarantined")
+    mine, idle, bad = content("mine"), content("idle", owner="uid-2", age=50.0), content("bad", owner="uid-3")
+    bad["status"]["conditions"].append(condition(c.QUARANTINED, True, "CanaryMismatch"))
     here = pod("a", COLD)
     here["spec"] = {"nodeName": "node-a"}
     found = artifacts.next_to_go([mine, idle, bad, content("open", kind="Ordered")], [here], [])

@@ -8,8 +8,9 @@ import fcntl
 import logging
 import os
 import signal
+import threading
 import time
-from collections.abc import Awaitable, Callable, Coroutine, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any
 
 from aiohttp import web
@@ -175,7 +176,7 @@ class Agent:
             )
         ]
         try:
-            async with self._health():
+            async with health(self.config, self._handlers()):
                 stop = asyncio.create_task(self._stop.wait())
                 done, _ = await asyncio.wait([stop, *background], return_when=asyncio.FIRST_COMPLETED)
                 for task in done - {stop}:
@@ -343,27 +344,12 @@ class Agent:
 
     # --- health ---
 
-    @contextlib.asynccontextmanager
-    async def _health(self) -> Any:
-        """/healthz: the loop runs; /readyz: pods are answered; /metrics. Unlike exec, an HTTP probe takes no process."""
-        if not self.config.port:
-            yield
-            return
-        app = web.Application()
-        app.router.add_get("/healthz", self._healthz)
-        app.router.add_get("/readyz", self._readyz)
+    def _handlers(self) -> dict[str, Handler]:
+        """/readyz: pods are answered; /metrics."""
+        handlers: dict[str, Handler] = {"/readyz": self._readyz}
         if self.config.metrics == "on":
-            app.router.add_get("/metrics", self._metrics)
-        runner = web.AppRunner(app, access_log=None)
-        await runner.setup()
-        try:
-            await web.TCPSite(runner, self.config.host or None, self.config.port).start()
-            yield
-        finally:
-            await runner.cleanup()
-
-    async def _healthz(self, _request: web.Request) -> web.Response:
-        return web.Response(text="ok\n")
+            handlers["/metrics"] = self._metrics
+        return handlers
 
     async def _readyz(self, _request: web.Request) -> web.Response:
         return web.Response(text="ok\n") if self.ready else web.Response(status=503, text="not ready\n")
@@ -387,27 +373,118 @@ class Agent:
         )
 
 
-def lock_node(store_dir: str) -> int:
-    """Wait until no other agent works on this node (a rollout overlaps two); the lock goes with the process. Raises OSError."""
-    directory = os.path.join(store_dir, "agent")
-    os.makedirs(directory, mode=0o700, exist_ok=True)
-    fd = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+class Hold:
+    """The node, held against other agents: a lock on a file of the store, which the kernel lets go of when the process ends.
+
+    Two agents meet when the kubelet was told to forget a pod whose process still ends (force deletion), or during a rollout.
+    Taken before anything of the node is touched: what one writes looks to the other like the leftovers of a dead one.
+    """
+
+    def __init__(self, store_dir: str) -> None:
+        """Raises OSError where the store cannot be written."""
+        directory = os.path.join(store_dir, "agent")
+        os.makedirs(directory, mode=0o700, exist_ok=True)
+        self._fd = os.open(os.path.join(directory, "lock"), os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+
+    def take(self) -> bool:
+        """Whether the node is ours now."""
+        try:
+            fcntl.flock(self._fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        self._sign()
+        return True
+
+    def wait(self) -> None:
+        """Until it is ours."""
+        fcntl.flock(self._fd, fcntl.LOCK_EX)
+        self._sign()
+
+    def holder(self) -> str:
+        """Who has it, as far as it has said so. For people."""
+        with contextlib.suppress(OSError, ValueError):
+            return f"another agent works on this node (process {int(os.pread(self._fd, 20, 0))}): waiting for its end"
+        return "another agent works on this node: waiting for its end"
+
+    def _sign(self) -> None:
+        # Of no weight, and a full disk refuses it.
+        with contextlib.suppress(OSError):
+            os.ftruncate(self._fd, 0)
+            os.pwrite(self._fd, f"{os.getpid()}\n".encode(), 0)
+
+
+async def hold_node(config: Config, stop: asyncio.Event) -> Hold | None:
+    """The node for ourselves, or None if `stop` comes first. Until then we are alive and not ready, and touch nothing.
+
+    Not ready: the other one may hang in its end for good, and the operator must then answer for the node's replicas.
+    """
+    held = Hold(config.store_dir)
+    if held.take():
+        return held
+    reason = held.holder()
+    log.warning("%s", reason)
+    # A thread that is nobody's to wait for: it may hang as long as the other one does.
+    ours = asyncio.Event()
+    loop = asyncio.get_running_loop()
+
+    def wait() -> None:
+        held.wait()
+        loop.call_soon_threadsafe(ours.set)
+
+    threading.Thread(target=wait, name="hold", daemon=True).start()
+
+    async def not_ready(_request: web.Request) -> web.Response:
+        return web.Response(status=503, text=f"{reason}\n")
+
+    ends = [asyncio.create_task(event.wait()) for event in (ours, stop)]
+    async with health(config, {"/readyz": not_ready}):
+        await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
+    for task in ends:
+        task.cancel()
+    return held if ours.is_set() else None
+
+
+Handler = Callable[[web.Request], Awaitable[web.Response]]
+
+
+@contextlib.asynccontextmanager
+async def health(config: Config, handlers: Mapping[str, Handler]) -> AsyncIterator[None]:
+    """/healthz, which tells that the loop runs, and these. Unlike exec, an HTTP probe takes no process."""
+    if not config.port:
+        yield
+        return
+
+    async def healthz(_request: web.Request) -> web.Response:
+        return web.Response(text="ok\n")
+
+    app = web.Application()
+    for path, handler in {"/healthz": healthz, **handlers}.items():
+        app.router.add_get(path, handler)
+    runner = web.AppRunner(app, access_log=None)
+    await runner.setup()
     try:
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        log.warning("another agent works on this node: waiting for its end")
-        fcntl.flock(fd, fcntl.LOCK_EX)
-    return fd
+        await web.TCPSite(runner, config.host or None, config.port).start()
+        yield
+    finally:
+        await runner.cleanup()
 
 
-async def run(config: Config, ops: NodeOps) -> None:
-    """Connect, run, end on SIGTERM or SIGINT."""
+async def run(config: Config, make: Callable[[Config], NodeOps]) -> None:
+    """Wait for the node, connect, run, end on SIGTERM or SIGINT. `make` may touch the node."""
+    stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, stop.set)
+    if await hold_node(config, stop) is None:
+        return
+    ops = make(config)
     canary = Canary()
     async with await Kube.connect(config.kubeconfig or None) as kube:
         agent = Agent(config, ops, kube, canary.ask)
-        loop = asyncio.get_running_loop()
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, agent.stop)
+        if stop.is_set():
+            agent.stop()
         try:
             await agent.run()
         finally:
@@ -422,10 +499,7 @@ def main() -> None:
     logs.configure(config.log_level, config.log_format, component="agent", node=config.node_name)
     code = 1
     try:
-        held = lock_node(config.store_dir)
-        ops = LocalOps(config)
-        asyncio.run(run(config, ops))
-        os.close(held)
+        asyncio.run(run(config, LocalOps))
         code = 0
     except Exception:
         log.exception("the agent ends")

@@ -35,7 +35,7 @@ class LocalOps:
     """Node operations on this node."""
 
     def __init__(self, config: Config, *, accelerator: Accelerator | None = None, proc: Path = Path("/proc")) -> None:
-        """Raises StoreError if the store cannot be used. The caller must be the only agent of the node: see `app.lock_node`."""
+        """Raises StoreError if the store cannot be used. The caller must be the only agent of the node: see `app.hold_node`."""
         self._kubelet_dir = Path(config.kubelet_dir)
         self._criu = Criu(prefix=Path(config.criu_prefix), cgroup_root=Path(config.cgroup_root))
         self._wanted = config.accelerator
