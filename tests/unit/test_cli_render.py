@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import xml.etree.ElementTree as ET
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import pytest
 from rich.text import Text
@@ -19,7 +20,7 @@ from vllmsnapshot.api.crd import all_crds
 from vllmsnapshot.api.types import PodReport
 from vllmsnapshot.cli import artifacts, bench, describe, doctor, plot, status, timeline
 from vllmsnapshot.cli.doctor import Finding
-from vllmsnapshot.world import Content
+from vllmsnapshot.world import Content, Replica
 
 
 def plain(lines: Sequence[Text]) -> str:
@@ -420,6 +421,31 @@ def test_every_failed_check_has_a_remedy() -> None:
 
 
 # --- bench -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("slower_after", "made"), [(None, 5), (3, 3)])
+async def test_a_bench_ends_where_the_node_finds_restores_slower(
+    slower_after: int | None, made: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    said: list[str] = []
+    starts = itertools.count()
+
+    async def wait(_self: Any, what: str, _check: Any) -> Any:
+        if "serve" not in what:
+            return True
+        slower = slower_after is not None and next(starts) >= slower_after
+        told = PodReport(start="cold", reason="RestoreSlower", message="9.0 s", state="Serving", phases={"total_s": 9.0})
+        return Replica.parse(pod("a", told if slower else RESTORED))
+
+    async def scale(_self: Any, _replicas: int) -> None:
+        """Nobody is there."""
+
+    monkeypatch.setattr(bench._Bench, "_wait", wait)
+    monkeypatch.setattr(bench._Bench, "_scale", scale)
+    runs = await bench._Bench(cast(Any, None), "default", "smol-bench-1", 1.0, said.append).restored(5)
+    assert [run.kind for run in runs] == [bench.RESTORED] * made
+    assert ("no more is restored: 9.0 s" in said) == (slower_after is not None)
+
 
 RUNS = [
     bench.Run(bench.COLD, 36.1, "node-a", {"schedule_s": 0.4, "container_s": 0.9, "release_to_serving_s": 34.0}, ""),
