@@ -372,6 +372,33 @@ async def test_what_is_not_the_artifacts_fault_is_not_counted(box: Box, reason: 
     assert start.reason == reason
 
 
+@pytest.mark.parametrize(
+    ("deleted", "reason", "counted"),
+    [
+        (True, Reason.RESTORE_FAILED, False),
+        (False, Reason.RESTORE_FAILED, True),
+        (True, Reason.ARTIFACT_CORRUPT, True),
+    ],
+)
+async def test_a_pod_that_is_deleted_during_its_restore_says_nothing_against_the_artifact(
+    box: Box, deleted: bool, reason: str, counted: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its PID 1 ends, and CRIU with it: an autoscaler that changes its mind three times would spend the budget of a good artifact."""
+    box.add_content("art", "gone", captured=True, budget=1)
+    uid = box.add_pod("b")
+
+    def killed(*_: object) -> None:
+        if deleted:
+            box.kube.touch(box.pod("b"))["metadata"]["deletionTimestamp"] = objects.rfc3339(time.time())
+            box.sync()
+        raise NodeError(reason, "criu restore ended with status -9")
+
+    monkeypatch.setattr(box.ops, "restore", killed)
+    box.hello(uid)
+    await box.settle()
+    assert (c.QUARANTINED in box.conditions("art")) is counted
+
+
 @pytest.mark.parametrize(("policy", "mode"), [(RestorePolicy.PREFER, "cold"), (RestorePolicy.REQUIRE, "refuse")])
 async def test_the_operator_is_told_of_a_gpu_that_ran_out_of_memory(box: Box, policy: RestorePolicy, mode: str) -> None:
     box.add_content("art", "gone", captured=True)

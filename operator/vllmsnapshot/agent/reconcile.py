@@ -32,7 +32,7 @@ from .cache import Cache
 from .control import Files, control_path, read_files, write_restored
 from .decide import Candidate, Pod, View, next_step
 from .errors import RestoreError, StoreError, disk_reason
-from .ledger import Ledger
+from .ledger import QUARANTINE_AT_ONCE, Ledger
 from .metrics import Metrics
 from .nodeops import Digested, Health, NodeOps, Order, Revived, Stored, explain
 from .outbox import Outbox
@@ -383,6 +383,10 @@ class Pods:
     async def _restore_failed(self, v: View, content: Candidate, error: Exception) -> None:
         default = Reason.RESTORE_TIMEOUT if isinstance(error, TimeoutError) else Reason.RESTORE_FAILED
         reason, message = explain(error, default)
+        pod = self.node.pods.get(v.pod.ref.uid)
+        if (pod is None or "deletionTimestamp" in pod["metadata"]) and reason not in QUARANTINE_AT_ONCE:
+            # Its PID 1 was told to end, and took CRIU along.
+            reason, message = Reason.SOURCE_GONE, f"the pod was deleted during the restore: {message}"
         log.warning("%s/%s: restore from %s: %s", v.pod.ref.namespace, v.pod.ref.name, content.name, message, exc_info=error)
         await self._settle_restore(
             v,
