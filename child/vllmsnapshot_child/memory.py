@@ -99,24 +99,6 @@ def resident_anonymous() -> int:
     return 0
 
 
-def fresh_entropy() -> None:
-    """New state for the random generators that live in user space; clones of one image would share them.
-
-    `secrets`, `uuid4` and `os.urandom` ask the kernel each time and need nothing. Python's hash seed cannot change. What the
-    user seeded (a request's `seed`, vLLM's `--seed`) is not touched here.
-    """
-    import random
-    import sys
-
-    random.seed(os.urandom(32))
-    if numpy := sys.modules.get("numpy"):
-        numpy.random.seed(list(os.urandom(32)))
-    with contextlib.suppress(ImportError):
-        import ssl
-
-        ssl.RAND_add(os.urandom(32), 32.0)
-
-
 def room(root: str = "/sys/fs/cgroup") -> int | None:
     """Bytes that the memory limit of this container leaves; None without a limit, or where it cannot be read.
 

@@ -28,7 +28,7 @@ from dataclasses import dataclass, field
 from types import FrameType
 from typing import NoReturn
 
-from vllmsnapshot_child import drain, memory, oracle, procs, protocol, weights
+from vllmsnapshot_child import drain, environment, memory, oracle, procs, protocol, weights
 from vllmsnapshot_child.engine import Engine, EngineError, load
 from vllmsnapshot_child.protocol import Oracle, ProtocolError, Reason
 from vllmsnapshot_child.settings import seconds
@@ -119,6 +119,7 @@ class Server:
         self.options = options
         self.control = control
         self.create = create
+        self.started_with = dict(os.environ)  # the engine changes its own
         self.phases: dict[str, float] = {}
 
     @contextlib.contextmanager
@@ -220,7 +221,7 @@ class Server:
         Returns the answer given now to the first prompt: the agent compares it once more, with what it has on its disk.
         """
         with self.phase("renew_s"):
-            await engine.renew(release.env)
+            await engine.renew({**release.env, **environment.of_this_container(self.started_with)})
         with self.phase("reload_s", Reason.RELOAD_FAILED):
             await engine.restore_state()
         with self.phase("canary_after_s", Reason.CANARY_FAILED):

@@ -16,10 +16,11 @@ from collections.abc import Callable, Mapping
 from contextlib import AsyncExitStack
 from typing import Any, NoReturn
 
-from vllmsnapshot_child import drain, environment, memory, oracle
+from vllmsnapshot_child import drain, entropy, environment, memory, oracle
 from vllmsnapshot_child.engine import Dropped, EngineError, Reload
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import Oracle, Reason
+from vllmsnapshot_child.vllm_process import PLUGIN
 from vllmsnapshot_child.vllm_worker import USER_EXTENSION
 
 WARM_UP_TIMEOUT_S = 60.0
@@ -101,7 +102,13 @@ def create(argv: list[str], *, barrier: bool) -> VllmEngine:
 
     parser = make_arg_parser(FlexibleArgumentParser(prog="vllmsnapshot_child.server"))
     parser.error = refuse
+    # Whether the user chose the seed: he may have written the default, or an abbreviated flag.
+    default_seed = parser.get_default("seed")
+    parser.set_defaults(seed=None)
     args = parser.parse_args(argv)
+    seeded = args.seed is not None
+    if not seeded:
+        args.seed = default_seed
     if args.model_tag is not None:
         args.model = args.model_tag
     check_arguments(args)
@@ -111,12 +118,13 @@ def create(argv: list[str], *, barrier: bool) -> VllmEngine:
         validate_parsed_serve_args(args)
     except (ValueError, TypeError) as e:
         raise EngineError(Reason.BAD_ARGUMENTS, str(e)) from e
-    seeded = any(a == "--seed" or a.startswith("--seed=") for a in argv)
     if not barrier:
         return VllmEngine(args, seeded=seeded)
     if args.worker_extension_cls:
         os.environ[USER_EXTENSION] = args.worker_extension_cls
     args.worker_extension_cls = EXTENSION
+    if (chosen := os.environ.get("VLLM_PLUGINS")) is not None and PLUGIN not in chosen.split(","):
+        os.environ["VLLM_PLUGINS"] = f"{chosen},{PLUGIN}"
     if current_platform.is_cpu():
         return CpuVllmEngine(args, seeded=seeded)
     args.enable_sleep_mode = True
@@ -236,20 +244,20 @@ class VllmEngine:
 
     async def park(self) -> list[str]:
         parked = memory.park_listeners()
-        for more in await self._rpc("vllmsnapshot_park"):
+        for more in await self._everywhere("vllmsnapshot_park"):
             parked += more
         return parked
 
     async def trim(self) -> None:
         memory.trim_heap()
         memory.close_nvml()
-        engine = sum(await self._rpc("vllmsnapshot_trim"))
+        engine = sum(await self._everywhere("vllmsnapshot_trim"))
         log(f"anonymous memory in the image: API {memory.resident_anonymous() >> 20} MiB, engine {engine >> 20} MiB")
 
     async def renew(self, env: Mapping[str, str]) -> None:
         os.environ.update(env)
-        memory.fresh_entropy()
-        await self._rpc("vllmsnapshot_renew", dict(env), not self.seeded)
+        entropy.renew()
+        await self._everywhere("vllmsnapshot_renew", dict(env), self.seeded)
 
     async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
         from vllm import envs
@@ -316,6 +324,14 @@ class VllmEngine:
     async def _rpc(self, method: str, *args: Any) -> list[Any]:
         answer: list[Any] = await self.client.collective_rpc(method, args=args)
         return answer
+
+    async def _everywhere(self, method: str, *args: Any) -> list[Any]:
+        """Call a method of `vllm_process.Process` in every process of the engine. Fails where one cannot be reached: it must not be cloned."""
+        answers = await self._rpc(method, *args)
+        # Workers that are not children of ours have the engine's own process between them and us.
+        if set(await self._rpc("vllmsnapshot_parent")) != {os.getpid()}:
+            answers.append(await self.client.engine_core.call_utility_async(method, *args))
+        return answers
 
     async def _request(self, method: str, path: str, body: dict[str, Any] | None = None) -> int:
         """One request straight into the ASGI application; its status."""

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
-import glob
 import importlib
 import os
-import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
 from vllmsnapshot_child import memory
+from vllmsnapshot_child.vllm_process import Process
 
 USER_EXTENSION = "VLLMSNAPSHOT_WORKER_EXTENSION"
 """Environment variable by which the user's own `--worker-extension-cls` reaches the worker, where both are put together."""
@@ -20,7 +18,7 @@ SMALLEST_DROPPED = 64 * 1024
 sets them itself), so a reload would not bring them back, and together they weigh nothing."""
 
 
-class SnapshotExtension:
+class SnapshotExtension(Process):
     """Methods for `collective_rpc`. vLLM refuses an extension whose names collide with the worker's: hence the prefix."""
 
     def vllmsnapshot_digests(self) -> dict[str, str]:
@@ -81,41 +79,6 @@ class SnapshotExtension:
         import torch
 
         return int(torch.accelerator.get_memory_info()[0])
-
-    def vllmsnapshot_park(self) -> list[str]:
-        """See `memory.park_listeners`."""
-        return memory.park_listeners()
-
-    def vllmsnapshot_trim(self) -> int:
-        """Trim heap and scratch volume, let go of NVML; what is left of the process in bytes."""
-        memory.trim_heap()
-        memory.close_nvml()
-        _remove_precompiled_headers()
-        return memory.resident_anonymous()
-
-    def vllmsnapshot_renew(self, env: dict[str, str], reseed_torch: bool) -> None:
-        """New environment and new entropy after the barrier.
-
-        torch's default generators draw for requests without a seed of their own. If the user gave `--seed` they are his.
-        """
-        os.environ.update(env)
-        memory.fresh_entropy()
-        if reseed_torch:
-            import torch
-
-            torch.manual_seed(int.from_bytes(os.urandom(8), "little") >> 1)  # all devices
-
-
-def _remove_precompiled_headers() -> None:
-    """The C++ headers that TorchInductor compiled: 150 MB of the scratch volume, which travels with the image.
-
-    Only an aid: the compiler takes the plain header beside it, should another kernel be needed one day.
-    """
-    directory = getattr(sys.modules.get("torch._inductor.codecache"), "_HEADER_DIR", None)
-    if directory is not None:
-        for path in glob.glob(os.path.join(directory, "*.gch")):
-            with contextlib.suppress(OSError):
-                os.unlink(path)
 
 
 def _load_nothing(*_args: Any, **_kwargs: Any) -> bool:

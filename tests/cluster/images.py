@@ -60,13 +60,13 @@ RECIPES: Final[Mapping[str, Recipe]] = {
     "child": Recipe(
         "vllmsnapshot.local/child-cpu:dev",
         "Dockerfile.child",
-        ("child/vllmsnapshot_child",),
+        ("child",),
         base="vllm-cpu",
     ),
     "child-python": Recipe(
         "vllmsnapshot.local/child-python:dev",
         "Dockerfile.child",
-        ("child/vllmsnapshot_child",),
+        ("child",),
     ),
     "prometheus": Recipe("vllmsnapshot.local/prometheus:1", "tests/images/prometheus.Dockerfile", ()),
     "engine": Recipe(

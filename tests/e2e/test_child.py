@@ -48,17 +48,24 @@ from vllmsnapshot_child.engine import EngineError
 
 def verdict(argv):
     try:
-        vllm_engine.create(["--model", "m", *argv], barrier=True)
+        engine = vllm_engine.create(["--model", "m", *argv], barrier=True)
     except EngineError as e:
         return f"{e.reason}: {e.message}"
     except Exception as e:
         return f"not refused: {type(e).__name__}: {e}"
-    return "accepted"
+    return f"accepted, seed {engine.args.seed} {'of the user' if engine.seeded else 'by default'}"
 
 print("VERDICTS " + json.dumps([verdict(argv) for argv in json.load(sys.stdin)]))
 """
 
-ACCEPTED = [[], ["--enforce-eager", "--max-model-len=512"], ["-tp", "1"], ["--seed", "7"]]
+DEFAULT_SEED = "accepted, seed 0 by default"
+ACCEPTED: dict[str, tuple[list[str], str]] = {
+    "nothing": ([], DEFAULT_SEED),
+    "others": (["--enforce-eager", "--max-model-len=512", "-tp", "1"], DEFAULT_SEED),
+    "a seed": (["--seed", "7"], "accepted, seed 7 of the user"),
+    "the default as the user's": (["--seed=0"], "accepted, seed 0 of the user"),
+    "abbreviated": (["--see", "7"], "accepted, seed 7 of the user"),
+}
 ABBREVIATED = [
     ["--tensor-paral", "2"],
     ["--tensor_parallel_size=2"],
@@ -70,7 +77,11 @@ ABBREVIATED = [
 @pytest.fixture
 async def verdicts(system: System) -> dict[str, str]:
     """What the child says to each list of arguments, by their JSON: one start of vLLM's parser for all of them."""
-    asked = [*ACCEPTED, *ABBREVIATED, *([f"--{flag}", *UNACCEPTABLE.get(flag, ["2"])] for flag in REFUSED)]
+    asked = [
+        *(argv for argv, _ in ACCEPTED.values()),
+        *ABBREVIATED,
+        *([f"--{flag}", *UNACCEPTABLE.get(flag, ["2"])] for flag in REFUSED),
+    ]
     name = "arguments"
     pod: Object = {
         "apiVersion": "v1",
@@ -108,8 +119,8 @@ async def verdicts(system: System) -> dict[str, str]:
 
 
 async def test_arguments_are_judged_as_vllm_parses_them(verdicts: dict[str, str]) -> None:
-    for argv in ACCEPTED:
-        assert verdicts[json.dumps(argv)] == "accepted"
+    for argv, said in ACCEPTED.values():
+        assert verdicts[json.dumps(argv)] == said
     for argv in ABBREVIATED:
         assert verdicts[json.dumps(argv)].startswith("BadArguments: --"), argv
     for flag in REFUSED:

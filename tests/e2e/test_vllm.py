@@ -96,6 +96,25 @@ async def test_main_job(cluster: Cluster) -> None:
     assert all(r[key] is not None for r in restored for key in ("schedule_s", "restore_s", "release_to_token_s"))
 
 
+async def test_restored_replicas_draw_their_own_samples_and_ids(system: System) -> None:
+    """Asked the same without a seed they do not answer alike; with a seed they do."""
+    pods = [pod for pod in await system.replicas(MAIN) if report(pod).start == c.START_RESTORE]
+    assert len(pods) >= 2
+
+    async def ask(**sampling: int) -> list[Object]:
+        body = {"model": demo.MODEL, "prompt": "Once upon a time", "max_tokens": 24, "temperature": 1, **sampling}
+        to = [(pod["status"]["podIP"], int(pod["metadata"]["annotations"][c.ANNOTATION_PORT])) for pod in pods]
+        replies = await asyncio.gather(*(system.post(address, port, "/v1/completions", body) for address, port in to))
+        assert all(replies), replies
+        return [reply for reply in replies if reply]
+
+    free = await ask()
+    for different in ("id", "text"):
+        values = {reply["id"] if different == "id" else reply["choices"][0]["text"] for reply in free}
+        assert len(values) == len(pods), (different, values)
+    assert len({reply["choices"][0]["text"] for reply in await ask(seed=7)}) == 1
+
+
 def test_the_commands_of_the_quickstart_do_what_the_page_says(cluster: Cluster) -> None:
     """Every block marked `<!-- run -->`, on what the main job has left; a wait that is not fulfilled in time fails."""
     page = (ROOT / "docs/quickstart.md").read_text()

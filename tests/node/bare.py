@@ -159,9 +159,9 @@ class Bare:
             if seen[-1] == wanted:
                 return
 
-    def ask(self) -> dict[str, Any]:
+    def ask(self, what: str = "ask") -> dict[str, Any]:
         """Let bare_app answer."""
-        (self.control / "ask").touch()
+        (self.control / what).touch()
         line = self.line()
         try:
             return dict(json.loads(line))

@@ -1,7 +1,8 @@
 """A tree like vLLM's in miniature, for dumps: threads, a spawned child, semaphores and shared memory, a pipe, a unix socket, a lock,
 a deleted file, a file mapped from the root file system. Runs in a bare container (see bare.py).
 
-`bare_app.py CONTROL MEGABYTES [TROUBLE]`: whenever a file CONTROL/ask appears, answers with one line of JSON on stdout.
+`bare_app.py CONTROL MEGABYTES [TROUBLE]`: whenever a file CONTROL/ask appears, answers with one line of JSON on stdout. CONTROL/draw:
+what both processes draw at random; CONTROL/renew: after they got fresh entropy, as the engine's processes do at the release.
 """
 
 from __future__ import annotations
@@ -11,17 +12,45 @@ import hashlib
 import json
 import mmap
 import multiprocessing
+import multiprocessing.synchronize
 import os
+import random
 import socket
+import ssl
 import subprocess
 import sys
+import tempfile
 import threading
 import time
+import uuid
 from multiprocessing import shared_memory
 from pathlib import Path
 from typing import Any
 
 STATE = Path("/var/lib/bare/state")
+
+
+def draw(*, renew: bool) -> dict[str, Any]:
+    """One draw from each generator that lives in this process's memory."""
+    if renew:
+        sys.path.insert(0, str(Path(__file__).resolve().parents[2] / "child"))
+        from vllmsnapshot_child import entropy
+
+        entropy.renew()
+    names: Any = tempfile
+    return {
+        "random": random.random(),
+        "openssl": ssl.RAND_bytes(16).hex(),
+        "file name": next(names._get_candidate_names()),
+        "semaphore": names_of_semaphores(),
+        "node of uuid1": uuid.uuid1().node,
+    }
+
+
+def names_of_semaphores() -> str:
+    """What multiprocessing would call the next one."""
+    semaphores: Any = multiprocessing.synchronize.SemLock
+    return str(semaphores._make_name())
 
 
 def child(connection: Any, done: Any, name: str) -> None:
@@ -30,9 +59,12 @@ def child(connection: Any, done: Any, name: str) -> None:
     buffer: Any = memory.buf
     while True:
         try:
-            connection.recv()
+            request = connection.recv()
         except EOFError:
             os._exit(1)  # the parent was killed, and we are next; a trace would stand where the next tree's answer is looked for
+        if request != "ask":
+            connection.send(draw(renew=request == "renew"))
+            continue
         buffer[0] += 1
         done.release()
 
@@ -93,14 +125,19 @@ def main() -> None:
     elif trouble == "orphan":
         subprocess.run(["sh", "-c", "sleep 1000 &"], check=True)
     print("up", flush=True)
-    ask = control / "ask"
+    requests = [control / name for name in ("ask", "draw", "renew")]
     while True:
-        if not ask.exists():
+        request = next((path for path in requests if path.exists()), None)
+        if request is None:
             time.sleep(0.005)
             continue
-        ask.unlink()
+        request.unlink()
+        if request.name != "ask":
+            ours.send(request.name)
+            print(json.dumps({"parent": draw(renew=request.name == "renew"), "child": ours.recv()}), flush=True)
+            continue
         before = ticks[0]
-        ours.send(1)
+        ours.send("ask")
         done.acquire()
         with socket.socket(socket.AF_UNIX) as client:
             client.connect("/tmp/socket")

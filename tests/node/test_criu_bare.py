@@ -90,6 +90,22 @@ def test_one_capture_restores_many_times_at_once(criu: Criu, store: Store) -> No
                 assert {p.pid for p in copy.container.descendants()} <= inside, "in the container's cgroup"
 
 
+def test_clones_draw_alike_until_they_get_fresh_entropy(criu: Criu, store: Store) -> None:
+    """In every process, and from everything that draws in user space: numbers, keys, names of files and semaphores, time-based ids."""
+    with source(criu) as first, contextlib.ExitStack() as stack:
+        first.ask("draw")  # every generator has its state now
+        take(first, store, criu)
+        trees = [first, *(stack.enter_context(Bare()) for _ in range(2))]
+        for copy in trees[1:]:
+            put_back(copy, store, criu)
+        before = [tree.ask("draw") for tree in trees]
+        assert before[1:] == before[:1] * 2, "what this test is about: without anything done they are the same"
+        after = [tree.ask("renew") for tree in trees]
+        for kind in after[0]["parent"]:
+            drawn = [tree[process][kind] for tree in after for process in ("parent", "child")]
+            assert len(set(drawn)) == len(drawn), kind
+
+
 def test_a_captured_tree_can_be_captured_and_restored_again(criu: Criu, store: Store) -> None:
     """Also from a restored one; and one container takes several restores in turn."""
     with source(criu) as first:

@@ -19,6 +19,7 @@ import pytest
 from tests.unit.child_harness import free_port
 from vllmsnapshot_child import memory, protocol, weights
 from vllmsnapshot_child.engine import EngineError
+from vllmsnapshot_child.machine import UNFIT_FOR_BARRIER
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import Oracle, Reason
 from vllmsnapshot_child.server import Control, Options, Server
@@ -66,6 +67,8 @@ class OldClient:
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
         if method == "vllmsnapshot_weight_bytes":
             return [WEIGHTS]
+        if method == "vllmsnapshot_parent":
+            return [os.getpid()]
         if method == "vllmsnapshot_free_device_bytes":
             return [80 * GIB - OTHER - (WEIGHTS if "weights" not in self.asleep else 0) - self.kv_bytes()]
         self.note(method)
@@ -258,6 +261,7 @@ class CpuClient:
     def __init__(self) -> None:
         self.calls: list[str] = []
         self.weights = self.kv_cache = "model"
+        self.parent = os.getpid()  # of the worker
         self.ours = "model"  # what the extension's own reload gives
         self.fails = False
 
@@ -268,6 +272,8 @@ class CpuClient:
         self.note("reset prefix cache")
 
     async def collective_rpc(self, method: str, args: tuple[Any, ...] = ()) -> list[Any]:
+        if method == "vllmsnapshot_parent":
+            return [self.parent]
         self.note(" ".join([method.removeprefix("vllmsnapshot_"), *(str(a) for a in args if isinstance(a, bool))]))
         match method:
             case "vllmsnapshot_digests":
@@ -297,7 +303,7 @@ async def test_discarded_weights_on_cpu(tmp_path: Path) -> None:
     drop = ["reset prefix cache", "drop True"]
     assert life.client.calls == [
         *("reset prefix cache", "digests", "drop True", "reload", "digests", "prebuild"),
-        *(*drop, "park", "trim", "renew True", "reload"),
+        *(*drop, "park", "trim", "renew False", "reload"),
     ]
     assert (ready["weights"], ready["bytes_freed"]) == ("Discard", WEIGHTS + KV_CACHE)
 
@@ -307,8 +313,46 @@ async def test_kept_weights_on_cpu_are_never_touched(tmp_path: Path, monkeypatch
     life = Life(tmp_path, CpuEngine, CpuClient())
     ready = await life.run()
     drop = ["reset prefix cache", "drop False"]
-    assert life.client.calls == [*drop, "prebuild", *drop, "park", "trim", "renew True"]
+    assert life.client.calls == [*drop, "prebuild", *drop, "park", "trim", "renew False"]
     assert (ready["weights"], ready["bytes_freed"]) == ("Keep", KV_CACHE)
+
+
+class Core:
+    """The engine's own process, between the API server and a worker of its own; vLLM calls what its class has."""
+
+    def __init__(self, *, plugin: bool) -> None:
+        self.calls: list[str] = []
+        self.plugin = plugin
+
+    async def call_utility_async(self, method: str, *_args: Any) -> Any:
+        if not self.plugin:
+            raise RuntimeError(f"Call to {method} method failed: 'EngineCoreProc' object has no attribute '{method}'")
+        self.calls.append(method)
+        return [] if method == "vllmsnapshot_park" else None
+
+
+class TrimmingEngine(CpuEngine):
+    """With the part of `trim` that concerns other processes."""
+
+    async def trim(self) -> None:
+        await self._everywhere("vllmsnapshot_trim")
+
+
+async def test_an_engine_process_that_is_no_worker_is_reached_too(tmp_path: Path) -> None:
+    life = Life(tmp_path, TrimmingEngine, CpuClient())
+    life.client.parent, life.client.engine_core = 1, Core(plugin=True)
+    await life.run()
+    assert life.client.engine_core.calls == ["vllmsnapshot_park", "vllmsnapshot_trim", "vllmsnapshot_renew"]
+
+
+async def test_what_cannot_be_reached_is_not_cloned(tmp_path: Path) -> None:
+    """Init starts such a replica without a barrier: plain vLLM would serve."""
+    life = Life(tmp_path, CpuEngine, CpuClient())
+    life.client.parent, life.client.engine_core = 1, Core(plugin=False)
+    with pytest.raises(EngineError, match="vllmsnapshot_park") as caught:
+        await life.run()
+    assert caught.value.reason in UNFIT_FOR_BARRIER
+    assert not (tmp_path / protocol.READY).exists()
 
 
 @pytest.mark.parametrize("policy", ["Discard", "Auto"])
@@ -325,7 +369,7 @@ async def test_weights_that_do_not_come_back_are_kept(
     assert (ready["weights"], ready["bytes_freed"]) == ("Keep", KV_CACHE)
     assert ("no such loader" if fails else "other bits") in ready["weights_reason"]
     assert life.client.calls.count("reload_weights") == 1
-    assert life.client.calls[-4:] == ["drop False", "park", "trim", "renew True"]
+    assert life.client.calls[-4:] == ["drop False", "park", "trim", "renew False"]
 
 
 # --- the rule ---

@@ -36,12 +36,13 @@ def cold(pod: Container, *, attended: bool) -> None:
     pod.put(START, mode="cold", reason="NoContent", attended=attended)
 
 
-def tree_at_the_barrier(pod: Container, *args: str) -> int:
+def tree_at_the_barrier(pod: Container, *args: str, **env: str) -> int:
     """A server tree that appears in the container as a restored one does: at the barrier, waiting for release.json there."""
     elsewhere = pod.control.parent / "elsewhere"  # its ready.json was written in another pod
     elsewhere.mkdir(exist_ok=True)
     (elsewhere / READY).unlink(missing_ok=True)
-    pid = pod.inside(*SERVER, "--ready-file", str(elsewhere / READY), "--release-file", str(pod.control / RELEASE), "--", *args)
+    files = ("--ready-file", str(elsewhere / READY), "--release-file", str(pod.control / RELEASE))
+    pid = pod.inside(*SERVER, *files, "--", *args, env=env)
     until((elsewhere / READY).exists, "the tree at the barrier")
     return pid
 
@@ -340,6 +341,19 @@ def test_a_restored_tree_serves_and_its_end_is_the_containers(pod: Container) ->
     assert json.loads(pod.ask("/v1/completions", {"prompt": "x"}))["hostname"] == "pod-b"
     pod.crash()
     assert pod.exit_code() == 17
+
+
+def test_a_restored_tree_has_the_environment_of_this_pod(pod: Container) -> None:
+    """What the kubelet gave PID 1 here, Secrets as they are now included. Variables that the pods have alike are the engine's business."""
+    pod.start(TOKEN="new", POD_IP="10.0.0.2", ALIKE="x")
+    pod.put(START, mode="restore", reason="Usable", content="c1")
+    pid = tree_at_the_barrier(pod, TOKEN="old", POD_IP="10.0.0.1", ALIKE="x")
+    pod.put(protocol.RESTORED, pid=pid, content="c1")
+    # The agent's view of the API may lag behind.
+    pod.put(RELEASE, release=True, host="127.0.0.1", port=pod.port, env={"POD_IP": "10.0.0.1", "ALIKE": "y"})
+    pod.file(SERVING)
+    found = json.loads(pod.ask("/self", {"env": ["TOKEN", "POD_IP", "ALIKE"]}))["env"]
+    assert found == {"TOKEN": "new", "POD_IP": "10.0.0.2", "ALIKE": "y"}
 
 
 def test_a_restored_tree_that_fails_is_replaced_by_a_cold_start_in_the_same_container(pod: Container) -> None:

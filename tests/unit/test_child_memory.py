@@ -6,9 +6,7 @@ import ctypes
 import gc
 import mmap
 import os
-import random
 import socket
-import ssl
 import subprocess
 import sys
 from pathlib import Path
@@ -100,22 +98,6 @@ for port in ports:
     except ConnectionRefusedError: pass
 """
     subprocess.run([sys.executable, "-c", script], env={"PYTHONPATH": PATH}, check=True)
-
-
-def test_entropy_is_fresh_though_the_state_is_the_same() -> None:
-    draws = set()
-    for _ in range(3):
-        random.seed(1)
-        memory.fresh_entropy()
-        draws.add(random.random())
-    assert len(draws) == 3
-
-
-def test_openssl_gets_entropy_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    added: list[bytes] = []
-    monkeypatch.setattr(ssl, "RAND_add", lambda data, entropy: added.append(data))
-    memory.fresh_entropy()
-    assert [len(data) for data in added] == [32]
 
 
 def test_resident_memory_is_known() -> None:

@@ -19,7 +19,7 @@ Arguments (unknown ones, such as --model, are vLLM's and ignored):
 
 A fault may also be named later, in the file `fault` of the control directory: so a restored copy can fail where the
 original did not. HTTP: GET /health /v1/models /metrics, POST /v1/completions (`until`: answered once that file is there),
-POST /crash (exit code 17).
+POST /crash (exit code 17), POST /self (what it finds in the `env` and `files` that are named, and what both processes draw at random).
 """
 
 from __future__ import annotations
@@ -35,6 +35,7 @@ import queue
 import random
 import signal
 import socket
+import ssl
 import subprocess
 import sys
 import tempfile
@@ -45,7 +46,7 @@ from collections.abc import Callable, Mapping
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
-from vllmsnapshot_child import drain, memory
+from vllmsnapshot_child import drain, entropy, memory
 from vllmsnapshot_child.engine import Dropped, EngineError, Reload
 from vllmsnapshot_child.oracle import Prompt
 from vllmsnapshot_child.protocol import Oracle, Reason
@@ -53,6 +54,7 @@ from vllmsnapshot_child.protocol import Oracle, Reason
 CRASH_CODE = 17
 WORDS = (" Paris", " London", " Rome", " Berlin", " Madrid", " Lisbon", " Vienna", " Prague")
 MIB = 1 << 20
+RENEW, DRAW = b"renew", b"draw"  # to the helper
 
 
 def pattern(seed: int, size: int) -> bytes:
@@ -104,6 +106,11 @@ class Gpu:
         return total
 
 
+def draw() -> str:
+    """A number and a key, from generators in the memory of this process."""
+    return json.dumps([random.random(), ssl.RAND_bytes(16).hex()])
+
+
 def helper(path: str, shared_name: str, size: int) -> None:
     """The second process: adds the checksums of its own and of the shared memory to what it is asked."""
     kept = pattern(3, size)
@@ -111,6 +118,11 @@ def helper(path: str, shared_name: str, size: int) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as link:
         link.connect(path)
         while request := link.recv(4096):
+            if request in (RENEW, DRAW):
+                if request == RENEW:
+                    entropy.renew()
+                link.sendall(draw().encode())
+                continue
             total = zlib.crc32(shared.map[:], zlib.crc32(kept, zlib.crc32(request)))
             link.sendall(b"%d\n" % total)
 
@@ -205,7 +217,14 @@ class SmallEngine:
         self.released = True
         self.fault("renew")
         os.environ.update(env)
-        memory.fresh_entropy()
+        entropy.renew()
+        self.ask_helper(RENEW)
+
+    def ask_helper(self, request: bytes) -> bytes:
+        """One exchange with the second process. Raises OSError or gives nothing when it has ended."""
+        with self.lock:
+            self.link.sendall(request)
+            return self.link.recv(4096)
 
     async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
         self.fault("serve")
@@ -275,11 +294,23 @@ class SmallEngine:
             if self.gpu is not None:
                 total = self.gpu.checksum(total)
             reply = b""
-            with self.lock, contextlib.suppress(OSError):
-                self.link.sendall(b"%d" % total)
-                reply = self.link.recv(64)
+            with contextlib.suppress(OSError):
+                reply = self.ask_helper(b"%d" % total)
             # The helper ends first when the whole session is told to: no answer then, rather than a wrong one.
             done.put(int(reply) if reply else None)
+
+    def whoami(self, request: dict[str, list[str]]) -> dict[str, Any]:
+        """What this process finds now of what distinguishes one pod from another."""
+        files = {}
+        for path in request.get("files", []):
+            with open(path, encoding="utf-8") as f:
+                files[path] = f.read()
+        return {
+            "env": {name: os.environ.get(name) for name in request.get("env", [])},
+            "files": files,
+            "hostname": socket.gethostname(),
+            "drawn": [json.loads(draw()), json.loads(self.ask_helper(DRAW))],
+        }
 
     def tick(self) -> None:
         """Proof in the log that the process runs, and that the log goes on after a restore."""
@@ -351,6 +382,9 @@ def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             if self.path == "/crash":
                 os._exit(CRASH_CODE)
+            if self.path == "/self":
+                self.reply_json(engine.whoami(json.loads(body)))
+                return
             if self.path != "/v1/completions":
                 self.reply_json({"error": "not found"}, 404)
                 return
