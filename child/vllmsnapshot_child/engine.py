@@ -72,7 +72,8 @@ class Engine(Protocol):
         """After the barrier: new environment variables and fresh entropy for every process."""
 
     async def serve(self, listener: socket.socket, host: str | None, port: int, serving: Callable[[], None]) -> None:
-        """Serve on the bound socket until `stop`. Calls `serving` once connections are accepted.
+        """Serve on the bound socket until `stop`; an end that nobody asked for is an exception. Calls `serving` once connections are
+        accepted.
 
         By then its handlers of SIGTERM and SIGINT, if it has any, are in place; the server puts others there.
         """

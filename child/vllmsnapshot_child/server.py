@@ -137,6 +137,8 @@ class Server:
 
     async def run(self) -> None:
         """Until the server is told to end. Raises EngineError or ProtocolError."""
+        # Without a barrier the port is taken first, as vLLM itself does: one that somebody has costs no cold start.
+        listener = self.bind(self.options.host, self.options.port) if self.options.unattended else None
         with self.phase("import_s"):
             engine = self.create(self.options.engine_args, barrier=not self.options.unattended)
         with self.phase("engine_s"):
@@ -144,8 +146,8 @@ class Server:
         with self.phase("canary_s", Reason.CANARY_FAILED):
             first = await engine.canary(oracle.FIRST)
             more = [] if self.options.unattended else [await engine.canary(p) for p in oracle.MORE]
-        if self.options.unattended:
-            await self.serve(engine, self.options.host, self.options.port, first, since=None)
+        if listener is not None:
+            await self.serve(engine, listener, self.options.host, self.options.port, first, since=None)
             return
         more = await self.prepare(engine, first, more)
         release = await self.barrier()
@@ -155,7 +157,8 @@ class Server:
             for number in (signal.SIGTERM, signal.SIGINT):
                 signal.signal(number, self.end_early)
         answer = await self.prove(engine, release, first, more)
-        await self.serve(engine, release.host, release.port, answer, since=began, attend_end=release.attend_end)
+        listener = self.bind(release.host, release.port)
+        await self.serve(engine, listener, release.host, release.port, answer, since=began, attend_end=release.attend_end)
 
     async def prepare(self, engine: Engine, first: Oracle, more: list[Oracle]) -> list[Oracle]:
         """Everything up to the ready file. Returns the further oracles that can be relied on."""
@@ -233,10 +236,23 @@ class Server:
                     raise EngineError(Reason.CANARY_MISMATCH, f"{prompt.text!r} after the release: {difference}")
         return answers[0]
 
+    def bind(self, host: str | None, port: int) -> socket.socket:
+        """See `bind`."""
+        with self.phase("bind_s", Reason.BIND_FAILED):
+            return bind(host, port)
+
     async def serve(
-        self, engine: Engine, host: str | None, port: int, answer: Oracle, since: float | None, *, attend_end: bool = False
+        self,
+        engine: Engine,
+        listener: socket.socket,
+        host: str | None,
+        port: int,
+        answer: Oracle,
+        since: float | None,
+        *,
+        attend_end: bool = False,
     ) -> None:
-        """Bind and serve; serving.json once connections are accepted. Returns after the end (`end`)."""
+        """Listen and serve; serving.json once connections are accepted. Returns after the end (`end`)."""
 
         served = False
 
@@ -256,8 +272,6 @@ class Server:
                 log(f"cannot write {protocol.SERVING}: {e}")
             log(f"serving on {host or '*'}:{port}: {self.phases}")
 
-        with self.phase("bind_s", Reason.BIND_FAILED):
-            listener = bind(host, port)
         with listener:
             began = dict(self.phases)
             with self.phase("serve_s"):

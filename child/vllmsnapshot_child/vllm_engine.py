@@ -145,6 +145,7 @@ class VllmEngine:
         self.args = args
         self.seeded = seeded
         self._dropped = False  # the weights
+        self._told = False  # to stop
         self.client: Any = None
         self.app: Any = None
         self._stack = AsyncExitStack()
@@ -297,6 +298,9 @@ class VllmEngine:
         # As in vLLM: first the engine, then the rest of the HTTP server.
         await self.close()
         await shutdown
+        if not self._told:
+            # vLLM ends its HTTP server when the engine's process is gone. That is no good end, and no exit code 0.
+            raise EngineError(Reason.ENGINE_FAILED, "the engine has ended by itself")
 
     def leave(self) -> None:
         self._traffic.last = True
@@ -315,6 +319,7 @@ class VllmEngine:
 
     def stop(self) -> None:
         server = self.app.state.server
+        self._told = True
         # Forced: whoever is connected still has had his time.
         server.should_exit = server.force_exit = True
 

@@ -181,3 +181,14 @@ def container(directory: Path) -> Iterator[Container]:
         yield it
     finally:
         it.close()
+
+
+def tree_at_the_barrier(pod: Container, *args: str, **env: str) -> int:
+    """A server tree that appears in the container as a restored one does: at the barrier, waiting for release.json there."""
+    elsewhere = pod.control.parent / "elsewhere"  # its ready.json was written in another pod
+    elsewhere.mkdir(exist_ok=True)
+    (elsewhere / protocol.READY).unlink(missing_ok=True)
+    files = ("--ready-file", str(elsewhere / protocol.READY), "--release-file", str(pod.control / protocol.RELEASE))
+    pid = pod.inside(sys.executable, "-m", "vllmsnapshot_child.server", *files, "--", *args, env=env)
+    until((elsewhere / protocol.READY).exists, "the tree at the barrier")
+    return pid

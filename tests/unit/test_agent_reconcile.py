@@ -438,6 +438,20 @@ async def test_a_restored_tree_that_dies_is_counted_once(box: Box) -> None:
     assert box.report("b").restarts == 2
 
 
+async def test_a_port_that_somebody_has_is_not_the_artifacts_fault(box: Box) -> None:
+    box.add_content("art", "gone", captured=True, budget=1)
+    uid = box.add_pod("b")
+    box.hello(uid)
+    await box.settle()
+    box.hello(uid, "i2", failed_restores={"art": "BindFailed: port 8123 on all addresses: Address already in use"})
+    await box.settle()
+    assert c.QUARANTINED not in box.conditions("art")
+    start = box.files(uid).start
+    assert start is not None
+    assert start.mode == "cold"
+    assert "BindFailed: port 8123" in start.message
+
+
 async def test_a_container_that_dies_during_the_restore_counts_as_a_failure(box: Box) -> None:
     # An OOM kill takes init with it: nobody is left to say so, and without counting it would go on for ever.
     box.add_content("art", "gone", captured=True)
@@ -812,6 +826,18 @@ async def test_a_cold_server_that_cannot_write_is_ready_when_the_kubelet_says_so
     box.hello(uid, "i2")
     await box.settle()
     assert box.verified("a") == ("False", Reason.STARTING)
+
+
+async def test_on_the_nodes_network_the_kubelet_may_have_asked_somebody_else(box: Box) -> None:
+    """Another process that has the port answers the probe while ours still starts."""
+    uid = box.add_pod("a")
+    box.kube.objects["pods", "default", "a"]["spec"]["hostNetwork"] = True
+    box.hello(uid)
+    await box.settle()
+    box.advance(uid, 60)
+    healthy(box, "a", since=20)
+    await box.settle()
+    assert box.verified("a")[0] != "True"
 
 
 async def test_a_restored_server_is_never_believed_without_its_answer(box: Box) -> None:

@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.child_harness import Container, alive, container, until
+from tests.unit.child_harness import Container, alive, container, tree_at_the_barrier, until
 from vllmsnapshot_child import init, protocol
 from vllmsnapshot_child.protocol import Reason
 from vllmsnapshot_child.settings import seconds
@@ -22,7 +22,6 @@ from vllmsnapshot_child.settings import seconds
 pytestmark = pytest.mark.skipif(
     os.geteuid() != 0 or not shutil.which("unshare") or not shutil.which("nsenter"), reason="a PID namespace needs root"
 )
-SERVER = (sys.executable, "-m", "vllmsnapshot_child.server")
 HELLO, START, READY, RELEASE, SERVING = protocol.HELLO, protocol.START, protocol.READY, protocol.RELEASE, protocol.SERVING
 
 
@@ -34,17 +33,6 @@ def pod(tmp_path: Path) -> Iterator[Container]:
 
 def cold(pod: Container, *, attended: bool) -> None:
     pod.put(START, mode="cold", reason="NoContent", attended=attended)
-
-
-def tree_at_the_barrier(pod: Container, *args: str, **env: str) -> int:
-    """A server tree that appears in the container as a restored one does: at the barrier, waiting for release.json there."""
-    elsewhere = pod.control.parent / "elsewhere"  # its ready.json was written in another pod
-    elsewhere.mkdir(exist_ok=True)
-    (elsewhere / READY).unlink(missing_ok=True)
-    files = ("--ready-file", str(elsewhere / READY), "--release-file", str(pod.control / RELEASE))
-    pid = pod.inside(*SERVER, *files, "--", *args, env=env)
-    until((elsewhere / READY).exists, "the tree at the barrier")
-    return pid
 
 
 # --- starting ---

@@ -574,8 +574,9 @@ def test_a_bad_marker_has_its_own_exit_code(process: Process) -> None:
 
 
 def test_a_taken_port_has_its_own_exit_code(process: Process) -> None:
+    """Without a barrier it is found before the engine starts: a minute of a cold start would end in the same way."""
     with socket.create_server(("127.0.0.1", process.port)):
-        process.start(options=("--unattended", "--host", "127.0.0.1", "--port", str(process.port)))
+        process.start("--fault", "start=hang", options=("--unattended", "--host", "127.0.0.1", "--port", str(process.port)))
         process.ends(EXIT_CODES[Reason.BIND_FAILED])
 
 

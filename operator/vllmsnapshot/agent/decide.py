@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from vllmsnapshot_child.protocol import ENDING, HELLO, PROTOCOL_VERSION, READY, SERVING, START, Oracle, Start
+from vllmsnapshot_child.protocol import Reason as ChildReason
 
 from ..api.constants import DISCARD, Reason
 from ..api.types import PodSettings, RestorePolicy, Toggle
@@ -299,7 +300,9 @@ def _lost_restore(v: View) -> Step | None:
         if attempt.incarnation != v.files.incarnation:
             why = v.files.hello.failed_restores.get(content)
             reason, message = _died(why) if why else (Reason.RESTORE_DIED, "the container ended before it served")
-            return Settle(content=content, incarnation=attempt.incarnation, outcome="failed", reason=reason, message=message)
+            # A port that somebody else has says nothing about the artifact.
+            outcome: Outcome = "aborted" if why and why.startswith(ChildReason.BIND_FAILED) else "failed"
+            return Settle(content=content, incarnation=attempt.incarnation, outcome=outcome, reason=reason, message=message)
         if v.files.restored is None and not restoring(v):
             message = "init stopped waiting for the restore"
             return Settle(
@@ -434,9 +437,12 @@ def on_trust(v: View) -> bool:
     """Whether a server that does not report is taken for what plain vLLM would be: healthy by its HTTP probe, and started cold.
 
     A control volume that is missing, full or unreadable must not keep a replica from being ready. A restored one has no such
-    way: it is verified or it is not ready. Health of the container before this one does not count.
+    way: it is verified or it is not ready. Health of the container before this one does not count. On the node's network it proves
+    nothing: another process that has the port answers the kubelet while ours still starts.
     """
     f = v.files
+    if v.pod.host_network:
+        return False
     if f.serving is not None or f.restored is not None or f.failed is not None or restoring(v) or foreign(v):
         return False
     since = v.pod.healthy_since

@@ -15,7 +15,7 @@ Arguments (unknown ones, such as --model, are vLLM's and ignored):
     --gpu                     weights, and memory that only the image holds, are on a GPU
     --token-s SECONDS         how long each token of an HTTP answer takes, default 0
     --fault PHASE=HOW         PHASE: start canary release rehearsal prebuild park trim renew reload answer serve
-                              HOW: raise, exit (code 17), hang; for rehearsal and answer also: wrong (another answer)
+                              HOW: raise, exit (code 17), finish (code 0), hang; for rehearsal and answer also: wrong (another answer)
 
 A fault may also be named later, in the file `fault` of the control directory: so a restored copy can fail where the
 original did not. HTTP: GET /health /v1/models /metrics, POST /v1/completions (`until`: answered once that file is there),
@@ -141,6 +141,7 @@ class SmallEngine:
         self.requests = 0
         self.traffic = drain.Traffic()
         self.stopped = asyncio.Event()
+        self.told = False
         self.lock = threading.Lock()
         self.jobs: queue.Queue[tuple[bytes, queue.Queue[int | None]]] = queue.Queue()
 
@@ -235,10 +236,15 @@ class SmallEngine:
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.05}, daemon=True)
         thread.start()
         self.http = server
+        # As vLLM does: without its second process it does not go on.
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=lambda: (self.child.wait(), loop.call_soon_threadsafe(self.stopped.set)), daemon=True).start()
         serving()
         await self.stopped.wait()
         server.shutdown()
         await self.close()
+        if not self.told:
+            raise RuntimeError("the helper has ended")
 
     def leave(self) -> None:
         self.traffic.last = True
@@ -253,6 +259,7 @@ class SmallEngine:
         await self.release_state(weights=True)
 
     def stop(self) -> None:
+        self.told = True
         self.stopped.set()
 
     async def close(self) -> None:
@@ -331,6 +338,8 @@ class SmallEngine:
                 return True
             if how == "exit":
                 os._exit(CRASH_CODE)
+            if how == "finish":
+                os._exit(0)
             if how == "hang":
                 print(f"hangs in {phase}", flush=True)
                 signal.pause()
