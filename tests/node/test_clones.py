@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 import json
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -37,14 +38,18 @@ async def whoami(snap: Snapshot, pod: Object) -> dict[str, Any]:
 
 
 @pytest.fixture
-async def key(system: System) -> Any:
+def account(system: System) -> Iterator[str]:
+    """A service account, whose token a replica gets if it asks for both by name; and a Secret."""
+    name = "clones"
     system.apply(secret("first"))
-    yield
-    system.backend.kubectl("delete", "secret", SECRET)
+    system.apply({"apiVersion": "v1", "kind": "ServiceAccount", "metadata": {"name": name, "namespace": "default"}})
+    yield name
+    system.backend.kubectl("delete", f"secret/{SECRET}", f"serviceaccount/{name}")
 
 
-@pytest.mark.usefixtures("key")
-async def test_each_replica_has_its_own_name_address_token_secrets_and_randomness(make: Make, system: System) -> None:
+async def test_each_replica_has_its_own_name_address_token_secrets_and_randomness(
+    make: Make, system: System, account: str
+) -> None:
     def field(name: str, path: str) -> Object:
         return {"name": name, "valueFrom": {"fieldRef": {"fieldPath": path}}}
 
@@ -58,6 +63,7 @@ async def test_each_replica_has_its_own_name_address_token_secrets_and_randomnes
         ],
         podTemplate={
             "spec": {
+                "serviceAccountName": account,
                 "automountServiceAccountToken": True,
                 "containers": [
                     {"name": c.CONTAINER, "volumeMounts": [{"name": "key", "mountPath": "/etc/rotated", "readOnly": True}]}

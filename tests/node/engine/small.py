@@ -19,7 +19,7 @@ Arguments (unknown ones, such as --model, are vLLM's and ignored):
 
 A fault may also be named later, in the file `fault` of the control directory: so a restored copy can fail where the
 original did not. HTTP: GET /health /v1/models /metrics, POST /v1/completions (`until`: answered once that file is there),
-POST /crash (exit code 17), POST /self (what it finds in the `env` and `files` that are named, and what both processes draw at random).
+POST /crash (exit code 17; `how`: finish for code 0, memory for as much of it as the kernel allows), POST /self (what it finds in the `env` and `files` that are named, and what both processes draw at random).
 """
 
 from __future__ import annotations
@@ -308,9 +308,9 @@ class SmallEngine:
 
     def whoami(self, request: dict[str, list[str]]) -> dict[str, Any]:
         """What this process finds now of what distinguishes one pod from another."""
-        files = {}
-        for path in request.get("files", []):
-            with open(path, encoding="utf-8") as f:
+        files = dict.fromkeys(request.get("files", []), "")
+        for path in files:
+            with contextlib.suppress(OSError), open(path, encoding="utf-8") as f:
                 files[path] = f.read()
         return {
             "env": {name: os.environ.get(name) for name in request.get("env", [])},
@@ -345,6 +345,15 @@ class SmallEngine:
                 signal.pause()
             raise RuntimeError(f"ordered to fail in {phase}")
         return False
+
+
+def crash(how: str) -> None:
+    """End this process, without a word to anybody."""
+    if how == "memory":
+        eaten = []
+        while True:
+            eaten.append(b"x" * (32 * MIB))
+    os._exit(0 if how == "finish" else CRASH_CODE)
 
 
 class Web(ThreadingHTTPServer):
@@ -390,7 +399,7 @@ def handler(engine: SmallEngine, port: int) -> type[BaseHTTPRequestHandler]:
         def do_POST(self) -> None:
             body = self.rfile.read(int(self.headers.get("content-length", 0)))
             if self.path == "/crash":
-                os._exit(CRASH_CODE)
+                crash(str(json.loads(body or b"{}").get("how", "exit")))
             if self.path == "/self":
                 self.reply_json(engine.whoami(json.loads(body)))
                 return
