@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from tests.disks import Disk, on_a_disk
 from tests.node.bare import Bare, app, prefix
 from vllmsnapshot.agent.accelerator import Cpu
 from vllmsnapshot.agent.capture import CAP_SYS_RESOURCE, CaptureRequest, CaptureResult, capture, has_capability, resume
@@ -184,6 +185,49 @@ def test_a_dump_that_takes_too_long_is_cut_off_and_the_tree_goes_on(criu: Criu, 
         take(bare, store, criu, content="c2")
 
 
+def test_a_disk_that_is_full_anywhere_in_a_capture(criu: Criu, tmp_path: Path) -> None:
+    """CRIU's own writes among the rest. Nobody asks for room beforehand, as if others had filled the disk in the meantime."""
+    megabytes = 20
+
+    def every(disk: Disk) -> None:
+        store = Store(disk.path)
+        store.recover()
+        with source(criu, megabytes) as bare:
+
+            def take_it() -> CaptureResult:
+                request = CaptureRequest(content="c1", timeout_s=60.0)
+                return capture(
+                    bare.container, request, store, criu, Cpu(), room=lambda _: None, on_resumed=lambda: released.append(True)
+                )
+
+            released: list[bool] = []
+            before, empty = bare.ask(), disk.used()
+            result = take_it()
+            needed = disk.used() - empty
+            store.delete("c1")
+            assert disk.used() == empty
+            for share in (0.0, 0.01, 0.1, 0.5, 0.9, 0.99):
+                released.clear()
+                disk.resize(empty + int(needed * share))
+                with pytest.raises(StoreError) as error:
+                    take_it()
+                assert error.value.reason == Reason.INSUFFICIENT_DISK, f"{share}: {error.value.message}"
+                assert released == [True], "it serves on"
+                assert bare.ask()["pattern"] == before["pattern"]
+                assert store.names() == []
+                assert list(store.tmp_dir.iterdir()) == []
+                assert disk.used() == empty
+                assert not [n for n in os.listdir(f"/proc/{bare.container.pid}/root/dev/shm") if n.startswith("link_remap")]
+            disk.resize(16 * result.manifest.disk_bytes)
+            counter = bare.ask()["counter"]
+            take_it()
+            with Bare() as copy:
+                put_back(copy, store, criu)
+                assert copy.ask()["counter"] == counter + 1
+
+    on_a_disk(tmp_path / "disk", 1 << 30, every)
+
+
 def test_what_an_interrupted_capture_leaves_is_undone(criu: Criu, store: Store, tmp_path: Path) -> None:
     """The agent dies between dump and copy; the next one calls `resume`."""
     with source(criu) as bare:
@@ -274,6 +318,31 @@ def test_memory_is_admitted_before_anything_starts(criu: Criu, store: Store) -> 
             put_back(small, store, criu)
         assert error.value.reason == Reason.INSUFFICIENT_MEMORY
         assert small.container.processes() == []
+
+
+def test_a_pid_that_somebody_has_is_named_and_left_alone(criu: Criu, store: Store) -> None:
+    """A shell from outside (kubectl exec) got a PID of the tree."""
+    with source(criu) as bare, Bare() as copy:
+        result = take(bare, store, criu)
+        wanted = result.manifest.root_pid
+        criu.raise_pids(copy.container, wanted - 1)
+        command = ["nsenter", "--target", str(copy.container.pid), "--pid", "--", "sh", "-c", "echo $$; exec sleep 3600"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as shell:
+            try:
+                assert shell.stdout is not None
+                assert int(shell.stdout.readline()) == wanted
+                with pytest.raises(RestoreError) as error:
+                    put_back(copy, store, criu)
+                assert error.value.reason == Reason.RESTORE_FAILED
+                assert f"PID {wanted} is taken by" in error.value.message
+                assert shell.poll() is None, "it is nobody's to kill"
+            finally:
+                # The child of nsenter: the kernel does not pass the signal on.
+                for process in copy.container.processes():
+                    os.kill(process.pid, signal.SIGKILL)
+                shell.wait(60)
+        put_back(copy, store, criu)
+        assert copy.ask()["echo"] == "hello"
 
 
 def test_files_of_the_container_do_not_steer_criu(criu: Criu, store: Store, tmp_path: Path) -> None:
