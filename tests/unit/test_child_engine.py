@@ -10,8 +10,10 @@ import argparse
 import json
 import os
 import socket
-from collections.abc import Callable, Mapping
+import sys
+from collections.abc import AsyncIterator, Callable, Mapping
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -250,6 +252,68 @@ async def test_a_start_file_that_cannot_be_believed_costs_the_figure_only(
     monkeypatch.setenv(weights.POLICY, "Auto")
     (tmp_path / protocol.START).write_text('{"incarnation": "here", "mode": "cold", "reason": "x", "restore_bytes_per_s": -1}')
     assert (await Life(tmp_path, GpuEngine, Client()).run())["weights"] == "Discard"
+
+
+# --- the canary ---
+
+
+class Generator:
+    """The engine client, as far as a prompt goes."""
+
+    def __init__(self, output: Any) -> None:
+        self.output = output
+
+    async def generate(self, prompt: str, sampling: Any, *, request_id: str) -> AsyncIterator[Any]:
+        assert (prompt, sampling) == ("p", {"temperature": 0, "min_tokens": 2, "max_tokens": 2, "seed": 0, "logprobs": 0})
+        yield SimpleNamespace(outputs=[])  # what has come so far; the last one counts
+        yield SimpleNamespace(outputs=self.output)
+
+
+def completion(*ids: int, logprobs: Any) -> list[Any]:
+    return [SimpleNamespace(token_ids=ids, text="t", logprobs=logprobs)]
+
+
+@pytest.fixture
+def vllm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm", SimpleNamespace(SamplingParams=dict))
+
+
+async def ask(output: Any) -> Oracle:
+    engine = VllmEngine(argparse.Namespace(), seeded=False)
+    engine.client = Generator(output)
+    return await engine.canary(Prompt("p", 2))
+
+
+def chosen(logprob: Any) -> Any:
+    return [{7: SimpleNamespace(logprob=logprob)}, {8: SimpleNamespace(logprob=-0.1)}]
+
+
+@pytest.mark.usefixtures("vllm")
+async def test_the_canary_is_the_tokens_and_the_first_ones_logprob() -> None:
+    answer = await ask(completion(7, 8, logprobs=chosen(-0.25)))
+    assert answer == Oracle(token_ids=[7, 8], text="t", sampled_token_logprob=-0.25, prompt="p")
+
+
+@pytest.mark.usefixtures("vllm")
+@pytest.mark.parametrize(
+    "output",
+    [
+        [],
+        completion(logprobs=[]),
+        completion(7, 8, logprobs=None),
+        completion(7, 8, logprobs=[]),
+        completion(7, 8, logprobs=[{9: SimpleNamespace(logprob=-1.0)}]),
+        completion(7, 8, logprobs=chosen(None)),
+        completion(7, 8, logprobs=chosen(float("nan"))),
+        completion(7, 8, logprobs=chosen(float("-inf"))),
+        completion(7, logprobs=chosen(-0.25)),
+    ],
+    ids=["no-output", "no-token", "no-logprobs", "empty-logprobs", "another-tokens", "none", "nan", "infinite", "too-short"],
+)
+async def test_an_answer_that_proves_nothing_is_none(output: Any) -> None:
+    with pytest.raises(EngineError) as caught:
+        await ask(output)
+    assert caught.value.reason == Reason.CANARY_FAILED
 
 
 # --- on CPU: the worker extension ---
