@@ -39,6 +39,10 @@ demo: venv ## Run the main job on a local cluster: apply, capture, scale to 3, c
 demo-autoscale: venv ## Load, HPA with real Prometheus and adapter, restored replicas, scale-down: no request is cut (KEEP=1)
 	@$(PY) -m tests.autoscale --name $(NAME) $(if $(KEEP),--keep)
 
+.PHONY: screens
+screens: venv ## Make the screens of the documentation anew with real vLLM, Prometheus and a browser (ARGS=--draw: of the last run)
+	@$(PY) -m tests.screens --name $(NAME) $(if $(KEEP),--keep) $(ARGS)
+
 .PHONY: up down status kubectl
 up: venv ## Start the local cluster
 	@$(PY) -m tests.cluster up --name $(NAME)

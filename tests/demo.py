@@ -70,7 +70,7 @@ async def run(backend: Backend) -> dict[str, Any]:
             replicas = [await _figures(system, replica) for replica in ordered]
             console.print(backend.kubectl("get", "vsnap", NAME))
 
-            crash_s = await _crash(system, first, timeline)
+            crash_s = await crash(system, first, timeline)
             await system.wait_ready(NAME, 3)
             timeline.say("all replicas Ready")
             for replica, figures in zip(ordered, replicas, strict=True):
@@ -112,7 +112,7 @@ async def _serving(system: System, seen: dict[str, Replica], count: int, timelin
     return await system.until(f"{count} replicas to answer", probe, timeout_s)
 
 
-async def _crash(system: System, replica: Replica, timeline: Timeline) -> float:
+async def crash(system: System, replica: Replica, timeline: Timeline) -> float:
     """Kill the engine of a replica as a fault would (SIGKILL) and return the seconds until it answers again."""
     script = (
         "import os, signal\n"

@@ -421,7 +421,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     8,
                     panel(
                         "Seconds per token",
-                        "Mean, by how the replica started: restored ones are as fast as cold ones.",
+                        "Mean, by how the replica started: whether restored ones are as fast as cold ones.",
                         [(mean(VLLM[4], started, MODE_LABEL), "{{" + MODE_LABEL + "}}")],
                         unit="s",
                     ),

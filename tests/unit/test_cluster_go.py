@@ -32,13 +32,13 @@ def test_an_old_toolchain_of_the_machine_is_not_used(
     machines = program(tmp_path / "machine", installed)
     pinned = program(tmp_path / "pinned" / "go" / "bin", "1.27.3")
     monkeypatch.setenv("PATH", str(machines.parent), prepend=":")
-    monkeypatch.setattr(host, "_go_from_pypi", lambda _progress: tmp_path / "pinned")
+    monkeypatch.setattr(host, "from_pypi", lambda *_: tmp_path / "pinned")
     assert host.go(module, Progress(quiet=True)) == str(machines if own else pinned)
 
 
 def test_a_pinned_toolchain_older_than_the_module_says_so(module: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     program(tmp_path / "pinned" / "go" / "bin", "1.25.0")
     monkeypatch.setenv("PATH", str(tmp_path))
-    monkeypatch.setattr(host, "_go_from_pypi", lambda _progress: tmp_path / "pinned")
+    monkeypatch.setattr(host, "from_pypi", lambda *_: tmp_path / "pinned")
     with pytest.raises(ClusterError, match=r"Go 1\.26\.8 or newer"):
         host.go(module, Progress(quiet=True))

@@ -236,6 +236,7 @@ EXPECTED_STARTS = (
             _R.IDENTITY_MISMATCH,
             _R.ARTIFACT_QUARANTINED,
             _R.RECAPTURE,
+            _R.RESTORE_SLOWER,
             _R.RESTORE_FAILED,
             _R.RESTORE_TIMEOUT,
             _R.RESTORE_DIED,
