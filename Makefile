@@ -43,6 +43,10 @@ demo-autoscale: venv ## Load, HPA with real Prometheus and adapter, restored rep
 screens: venv ## Make the screens of the documentation anew with real vLLM, Prometheus and a browser (ARGS=--draw: of the last run)
 	@$(PY) -m tests.screens --name $(NAME) $(if $(KEEP),--keep) $(ARGS)
 
+.PHONY: chaos
+chaos: venv ## Faults at random under load for MINUTES=30, then an audit (SEED=N repeats the actions of a run, KEEP=1 leaves the cluster up)
+	@$(PY) -m tests.chaos --minutes $(or $(MINUTES),30) $(if $(SEED),--seed $(SEED)) $(if $(KEEP),--keep)
+
 .PHONY: up down status kubectl
 up: venv ## Start the local cluster
 	@$(PY) -m tests.cluster up --name $(NAME)

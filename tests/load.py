@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass
 from typing import Literal, Self
 
@@ -36,11 +36,18 @@ class Outcome:
 
 
 class Load:
-    """Clients of one OpenAI-compatible endpoint. Works in the event loop and the network namespace that it is entered in."""
+    """Clients of one OpenAI-compatible endpoint. Works in the event loop and the network namespace that it is entered in.
 
-    def __init__(self, address: str, port: int, body: Object) -> None:
+    `judge` is given every whole answer as it came. `pause_s`: between two requests of a client.
+    """
+
+    def __init__(
+        self, address: str, port: int, body: Object, *, judge: Callable[[str], None] = lambda _: None, pause_s: float = 0.0
+    ) -> None:
         self.url = f"http://{address}:{port}/v1/completions"
         self.body = body
+        self.judge = judge
+        self.pause_s = pause_s
         self.outcomes: list[Outcome] = []
         self._clients: list[asyncio.Task[None]] = []
         self._stop = asyncio.Event()
@@ -90,6 +97,8 @@ class Load:
                 self.outcomes.append(Outcome(kind, began, time.monotonic(), error))
                 async with self._news:
                     self._news.notify_all()
+                if self.pause_s:
+                    await asyncio.sleep(self.pause_s)
 
     @contextlib.asynccontextmanager
     async def _session(self, kind: Kind) -> AsyncIterator[aiohttp.ClientSession]:
@@ -107,3 +116,4 @@ class Load:
             # vLLM says `abort` of a request whose engine was ended.
             if '"finish_reason":"abort"' in text or (stream and not text.endswith("data: [DONE]\n\n")):
                 raise ValueError(f"cut off: …{text[-200:]}")
+        self.judge(text)

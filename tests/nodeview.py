@@ -13,6 +13,7 @@ import re
 import signal
 import time
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TypeVar
 
@@ -20,6 +21,21 @@ from tests.cluster import Cluster
 from vllmsnapshot.api import constants as c
 
 T = TypeVar("T")
+
+
+_POD = re.compile(r"/pod([0-9a-f-]{36})")
+
+
+@dataclass(frozen=True)
+class Process:
+    """A process of the cluster, seen from outside."""
+
+    pid: int
+    parent: int
+    zombie: bool
+    argv: tuple[str, ...]
+    pod: str
+    """UID of the pod in whose cgroup it is; empty outside of pods."""
 
 
 class NodeView:
@@ -41,6 +57,29 @@ class NodeView:
                         found[pid] = argv
         return found
 
+    def everything(self) -> dict[int, Process]:
+        """All processes of the cluster by PID: daemons, containers and whatever else descends from its init."""
+        found: dict[int, Process] = {}
+        for entry in os.listdir("/proc"):
+            if entry.isdigit():
+                with contextlib.suppress(OSError):
+                    stat = Path(f"/proc/{entry}/stat").read_text().rpartition(")")[2].split()
+                    argv = Path(f"/proc/{entry}/cmdline").read_bytes().decode(errors="replace").split("\0")[:-1]
+                    pod = _POD.search(Path(f"/proc/{entry}/cgroup").read_text())
+                    found[int(entry)] = Process(int(entry), int(stat[1]), stat[0] in "ZX", tuple(argv), pod[1] if pod else "")
+        init = self.cluster.pid
+
+        def inside(pid: int) -> bool:
+            while pid in found and pid != init:
+                pid = found[pid].parent
+            return pid == init
+
+        return {pid: process for pid, process in found.items() if pid != init and inside(pid)}
+
+    def running(self, word: str) -> list[Process]:
+        """The cluster's processes that have this word in their command line."""
+        return [p for p in self.everything().values() if not p.zombie and any(word in part for part in p.argv)]
+
     def tree(self, pod_uid: str) -> list[int]:
         """The engine's processes: all but PID 1 of the container."""
         return [pid for pid in self.processes(pod_uid) if _pid_inside(pid) not in (None, 1)]
@@ -56,9 +95,16 @@ class NodeView:
                             found.add(int(match[1]))
         return found
 
+    def init(self, pod_uid: str) -> int:
+        """PID 1 of the pod's container; LookupError while there is none."""
+        for pid in self.processes(pod_uid):
+            if _pid_inside(pid) == 1:
+                return pid
+        raise LookupError(f"no container runs in pod {pod_uid}")
+
     def environment(self, pod_uid: str) -> dict[str, str]:
         """The environment of PID 1 of the container, as the kubelet made it."""
-        (init,) = [pid for pid in self.processes(pod_uid) if _pid_inside(pid) == 1]
+        init = self.init(pod_uid)
         items = Path(f"/proc/{init}/environ").read_bytes().decode(errors="replace").split("\0")
         return dict(item.split("=", 1) for item in items if "=" in item)
 
@@ -104,15 +150,20 @@ class NodeView:
 
     # --- artifacts ---
 
+    @property
+    def store(self) -> Path:
+        """The directory of the artifacts as the node sees it: a disk of its own may be mounted there."""
+        return Path(f"/proc/{self.cluster.pid}/root") / self.cluster.store_dir.relative_to("/")
+
     def artifact(self, content: str) -> Path | None:
         """The directory of a content in the store, None if there is no such directory."""
-        found = [p for p in self.cluster.store_dir.rglob(f"{content}*") if p.is_dir()]
+        found = [p for p in self.store.rglob(f"{content}*") if p.is_dir()]
         return min(found, key=lambda p: len(p.parts)) if found else None
 
     def pages(self, content: str) -> list[Path]:
         """The files that hold the memory of the captured tree."""
         directory = self.artifact(content)
-        assert directory is not None, f"{content} is not in {self.cluster.store_dir}"
+        assert directory is not None, f"{content} is not in {self.store}"
         found = sorted(directory.rglob("pages-*.img"), key=lambda p: p.stat().st_size)
         assert found, f"no pages in {directory}: {sorted(str(p) for p in directory.rglob('*'))}"
         return found

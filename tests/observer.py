@@ -9,14 +9,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import defaultdict
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from types import TracebackType
 from typing import Any, Self
 
 from tests.system import System, condition
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodReport
-from vllmsnapshot.kube import CONTENTS, PODS, Object
+from vllmsnapshot.kube import CONTENTS, PODS, ApiError, Object, Resource, WatchEvent
 
 Ask = Callable[[Object], Awaitable[str | None]]
 
@@ -24,7 +24,15 @@ Ask = Callable[[Object], Awaitable[str | None]]
 class Observer:
     """Watches one snapshot's pods and contents, and asks its replicas all the time."""
 
-    def __init__(self, system: System, name: str, namespace: str, ask: Ask, pause_s: float = 0.1) -> None:
+    def __init__(
+        self,
+        system: System,
+        name: str,
+        namespace: str,
+        ask: Ask,
+        pause_s: float = 0.1,
+        told: Callable[[WatchEvent], None] = lambda _: None,
+    ) -> None:
         self.pods: dict[str, list[Object]] = defaultdict(list)
         self.contents: dict[str, list[Object]] = defaultdict(list)
         self.answers: dict[str, set[str]] = defaultdict(set)
@@ -32,6 +40,8 @@ class Observer:
         self.fewest = 0
         """The smallest number of ready pods since `mark`."""
         self._system, self._name, self._namespace, self._ask, self._pause_s = system, name, namespace, ask, pause_s
+        self._told = told
+        """Called with every event about a pod."""
         self._present: dict[str, Object] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -64,6 +74,11 @@ class Observer:
         return found
 
     @property
+    def present(self) -> list[Object]:
+        """The pods that are there now, those that are being deleted too."""
+        return list(self._present.values())
+
+    @property
     def all_answers(self) -> set[str]:
         """What anybody ever answered."""
         return set().union(*self.answers.values())
@@ -74,7 +89,7 @@ class Observer:
     async def _watch_pods(self) -> None:
         async with asyncio.TaskGroup() as tasks:
             selector = f"{c.LABEL_SNAPSHOT}={self._name},{c.LABEL_ROLE}={c.ROLE_REPLICA}"
-            async for event in self._system.kube.watch(PODS, self._namespace, labels=selector):
+            async for event in self._watch(PODS, self._namespace, labels=selector):
                 items = event.items if event.type == "SYNC" else (event.object,)
                 if event.type == "SYNC":
                     self._present.clear()
@@ -88,6 +103,7 @@ class Observer:
                     else:
                         self._present[uid] = pod
                 self.fewest = min(self.fewest, self._available())
+                self._told(event)
 
     async def _question(self, uid: str) -> None:
         while uid in self._present or len(self.pods[uid]) <= 1:
@@ -96,8 +112,18 @@ class Observer:
                 self.answers[uid].add(answer)
             await asyncio.sleep(self._pause_s)
 
+    async def _watch(
+        self, resource: Resource, namespace: str | None = None, *, labels: str | None = None
+    ) -> AsyncIterator[WatchEvent]:
+        while True:
+            # An API server that has just been started refuses for a moment what it will allow: its roles and CRDs come later.
+            with contextlib.suppress(ApiError):
+                async for event in self._system.kube.watch(resource, namespace, labels=labels):
+                    yield event
+            await asyncio.sleep(self._pause_s)
+
     async def _watch_contents(self) -> None:
-        async for event in self._system.kube.watch(CONTENTS):
+        async for event in self._watch(CONTENTS):
             for content in event.items if event.type == "SYNC" else (event.object,):
                 if content["spec"]["snapshotRef"]["name"] == self._name:
                     self.contents[content["metadata"]["name"]].append(content)

@@ -248,11 +248,19 @@ def local_values(cluster: Cluster) -> dict[str, Any]:
 
 
 def local_cluster(
-    name: str, images: Sequence[str], progress: Progress, *, model: bool = False, gpus: int = 0, fresh: bool = True
+    name: str,
+    images: Sequence[str],
+    progress: Progress,
+    *,
+    model: bool = False,
+    gpus: int = 0,
+    fresh: bool = True,
+    prepared: Callable[[Cluster], None] = lambda _: None,
 ) -> Cluster:
     """A running local cluster with these images and fake GPUs on its node and, if wanted, the model where the examples expect it.
 
-    Not `fresh`: one that is up is taken over as it is, with the present images and chart.
+    Not `fresh`: one that is up is taken over as it is, with the present images and chart. `prepared`: what is to be done with a new
+    cluster before the chart is installed.
     """
     from tests.cluster import images as builds
     from tests.cluster import model as models
@@ -269,6 +277,8 @@ def local_cluster(
             target = f"{MODELS}/smollm2"
             cluster.exec(["mkdir", "-p", target])
             cluster.exec(["mount", "--bind", "-o", "ro", str(weights.resolve()), target])
+        if not used:
+            prepared(cluster)
         with progress.step("installing the chart with Helm"):
             if used:  # the tag of the image is the same, so Helm would not start its pods again
                 cluster.kubectl("-n", SYSTEM_NAMESPACE, "delete", "pods", "--all", "--grace-period=1")
@@ -282,7 +292,14 @@ def local_cluster(
 
 
 @contextlib.contextmanager
-def suite_cluster(name: str, images: Sequence[str], *, model: bool = False, gpus: int = 0) -> Iterator[Cluster]:
+def suite_cluster(
+    name: str,
+    images: Sequence[str],
+    *,
+    model: bool = False,
+    gpus: int = 0,
+    prepared: Callable[[Cluster], None] = lambda _: None,
+) -> Iterator[Cluster]:
     """`local_cluster` for a test suite, taken down whatever happens. With VLLMSNAPSHOT_KEEP set it is kept for the next run.
 
     Two runs of a suite at the same time would take each other's cluster down: the second one waits.
@@ -292,7 +309,7 @@ def suite_cluster(name: str, images: Sequence[str], *, model: bool = False, gpus
     keep = bool(os.environ.get("VLLMSNAPSHOT_KEEP"))
     progress = Progress()
     with cache.lock(f"suite-{name}", on_wait=lambda: progress.note(f"another run uses cluster {name}; waiting for it")):
-        cluster = local_cluster(name, images, progress, model=model, gpus=gpus, fresh=not keep)
+        cluster = local_cluster(name, images, progress, model=model, gpus=gpus, fresh=not keep, prepared=prepared)
         try:
             yield cluster
         finally:

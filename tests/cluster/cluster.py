@@ -95,6 +95,16 @@ class Cluster:
         return self._paths.store
 
     @property
+    def cgroup_dirs(self) -> list[Path]:
+        """The cluster's cgroup in every hierarchy."""
+        return [hierarchy / self._cgroup for hierarchy in cgroups.hierarchies()]
+
+    @property
+    def pod_logs_dir(self) -> Path:
+        """What the pods' /var/log/pods is on this machine."""
+        return self._run_directory / "var-log" / "pods"
+
+    @property
     def logs_dir(self) -> Path:
         """The daemons' logs; after ``down`` the last run's are in ``logs/NAME`` of the cache."""
         return self._paths.logs

@@ -179,11 +179,15 @@ class Snapshot:
         reply = await self.respond(pod)
         return None if reply is None else str(reply["choices"][0]["text"])
 
-    async def load(self) -> Load:
-        """Clients of its Service, by the cluster address."""
+    async def endpoint(self) -> tuple[str, int]:
+        """Cluster address and port of its Service."""
         service = await self.system.kube.get(SERVICES, self.name, self.namespace)
         assert service is not None
-        address, port = service["spec"]["clusterIP"], service["spec"]["ports"][0]["port"]
+        return service["spec"]["clusterIP"], service["spec"]["ports"][0]["port"]
+
+    async def load(self) -> Load:
+        """Clients of its Service, by the cluster address."""
+        address, port = await self.endpoint()
         return Load(address, port, {"model": "small", "prompt": PROMPT, "max_tokens": TOKENS})
 
     async def crash(self, pod: Object) -> None:

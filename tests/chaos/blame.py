@@ -1,0 +1,76 @@
+"""Which request may fail: one that may have gone to a replica that was being killed, or for which no replica was there. Pure.
+
+A graceful end (deleted, scaled down, rolled) is no excuse for a request to the Service: draining promises that none is cut.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+LINGER_S: Final = 5.0
+"""How long kube-proxy may still route to a replica that the API calls not ready: two of its syncs and a slow machine."""
+
+
+@dataclass
+class Window:
+    """A time in which requests may fail, seconds of the monotonic clock."""
+
+    snapshot: str
+    uid: str
+    """The pod; empty: no replica of the snapshot was ready."""
+    why: str
+    began: float
+    ended: float = math.inf
+    gentle: bool = False
+    """A graceful end: excuses direct requests to the pod, and none to the Service."""
+
+
+class Blame:
+    """Remembers what was done to whom."""
+
+    def __init__(self, clock: Callable[[], float]) -> None:
+        self.windows: list[Window] = []
+        self.outages: list[Window] = []
+        """Times without a ready replica that nothing done here explains."""
+        self._clock = clock
+
+    def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False) -> None:
+        """Something is about to be done to a pod."""
+        self.windows.append(Window(snapshot, uid, why, self._clock(), gentle=gentle))
+
+    def over(self, uid: str) -> None:
+        """The pod is known to be out of service, or back: whoever is asked from now on is another."""
+        for window in self.windows:
+            if window.uid == uid and window.ended == math.inf:
+                window.ended = self._clock()
+
+    def nobody(self, snapshot: str, *, wanted: int) -> None:
+        """The last ready replica is gone."""
+        now = self._clock()
+        struck = any(w.uid and w.snapshot == snapshot and now <= w.ended + LINGER_S for w in self.windows)
+        if wanted and not struck:
+            self.outages.append(Window(snapshot, "", "no replica is ready", now))
+            return
+        self.windows.append(Window(snapshot, "", "no replica is ready", now))
+
+    def somebody(self, snapshot: str) -> None:
+        """A replica is ready again."""
+        for window in (*self.windows, *self.outages):
+            if window.snapshot == snapshot and not window.uid and window.ended == math.inf:
+                window.ended = self._clock()
+
+    def excuse(self, snapshot: str, began: float, ended: float, uid: str | None = None) -> str | None:
+        """Why a request to the Service, or with `uid` to one replica, may have failed; None: it may not."""
+        return next((window.why for window in self._excusing(snapshot, uid) if _met(window, began, ended)), None)
+
+    def _excusing(self, snapshot: str, uid: str | None) -> Iterator[Window]:
+        for window in self.windows:
+            if window.snapshot == snapshot and (not window.gentle if uid is None else window.uid == uid):
+                yield window
+
+
+def _met(window: Window, began: float, ended: float) -> bool:
+    return window.began <= ended and began <= window.ended + LINGER_S

@@ -1,0 +1,208 @@
+"""Requests all the time, through the Service and to each replica, and a judgement on every answer.
+
+The right answer is computed here from the arguments of the replica that gave it (tests/node/snapshot.py). Another one ends the run.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Final
+
+import aiohttp
+
+from tests.chaos.blame import LINGER_S, Blame
+from tests.load import KINDS, Load
+from tests.node.snapshot import TOKENS, Snapshot, answer, restarts
+from tests.nodeview import NodeView
+from tests.observer import Observer
+from tests.system import PROMPT, System, condition
+from vllmsnapshot.api import constants as c
+from vllmsnapshot.kube import Object, WatchEvent
+
+PAUSE_S: Final = 0.2
+"""Between two requests of a client: two snapshots have six clients of their Services and one of each replica."""
+_SIZE: Final = "--memory-mib="
+
+
+def size_argument(mib: int) -> str:
+    """The engine's argument for this size."""
+    return f"{_SIZE}{mib}"
+
+
+def size_of(pod: Object) -> int:
+    """Mebibytes of each kind of memory of a replica's engine, by its arguments."""
+    (engine,) = [x for x in pod["spec"]["containers"] if x["name"] == c.CONTAINER]
+    (size,) = [x.removeprefix(_SIZE) for x in engine["args"] if x.startswith(_SIZE)]
+    return int(size)
+
+
+def serves(pod: Object) -> bool:
+    """Whether requests are routed to it."""
+    return condition(pod, "Ready") == "True" and "deletionTimestamp" not in pod["metadata"]
+
+
+@dataclass
+class Failure:
+    """A request without a whole answer; `uid` of the replica where it was asked directly."""
+
+    snapshot: str
+    kind: str
+    began: float
+    ended: float
+    error: str
+    uid: str | None = None
+
+
+@dataclass
+class Traffic:
+    """What became of the requests of a run."""
+
+    blame: Blame
+    wrong: list[str] = field(default_factory=list)
+    answered: Counter[str] = field(default_factory=Counter)
+    failures: list[Failure] = field(default_factory=list)
+    alarm: asyncio.Event = field(default_factory=asyncio.Event)
+    """Set by the first wrong answer."""
+
+    def accuse(self, text: str) -> None:
+        """A wrong answer."""
+        self.wrong.append(text)
+        self.alarm.set()
+
+    def judged(self) -> tuple[Counter[str], list[Failure]]:
+        """Failed requests by what excuses them, and those that nothing excuses."""
+        excused: Counter[str] = Counter()
+        guilty = []
+        for failure in self.failures:
+            why = self.blame.excuse(failure.snapshot, failure.began, failure.ended, failure.uid)
+            if why is None:
+                guilty.append(failure)
+            else:
+                excused[why] += 1
+        return excused, guilty
+
+
+class Subject(Snapshot):
+    """A snapshot under chaos: its replicas are asked, judged, and watched for who may be routed to."""
+
+    def __init__(self, system: System, node: NodeView, manifest: Object, traffic: Traffic) -> None:
+        super().__init__(system, node, manifest)
+        self.traffic = traffic
+        self.blame = traffic.blame
+        self.wanted = 1
+        self.seen = Observer(system, self.name, self.namespace, self.ask, PAUSE_S, self._told)
+        self.sizes: dict[str, int] = {}
+        """By identity."""
+        self._pods: dict[str, tuple[Object, float]] = {}
+        """By UID, with the time at which each was last there."""
+        self._serving = False
+
+    # --- who is there ---
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def under(cls, system: System, node: NodeView, manifest: Object, traffic: Traffic) -> AsyncIterator[Subject]:
+        """Apply it and observe it for the length of a block."""
+        subject = cls(system, node, manifest, traffic)
+        async with subject.seen:
+            system.apply(manifest)
+            yield subject
+
+    def _told(self, event: WatchEvent) -> None:
+        present = {pod["metadata"]["uid"]: pod for pod in self.seen.present}
+        now = time.monotonic()
+        for uid in self._pods.keys() - present.keys():
+            if not (event.type == "DELETED" and event.object["metadata"]["uid"] != uid):
+                self.blame.over(uid)
+        for uid, pod in present.items():
+            before = self._pods.get(uid, ({}, 0.0))[0]
+            self.sizes[pod["metadata"]["labels"][c.LABEL_IDENTITY]] = size_of(pod)
+            if "deletionTimestamp" in pod["metadata"] and "deletionTimestamp" not in before.get("metadata", {}):
+                self.blame.strike(self.name, uid, "ended gracefully", gentle=True)
+            if condition(pod, "Ready") != "True" or (before and _restarts(pod) > _restarts(before)):
+                self.blame.over(uid)
+            self._pods[uid] = pod, now
+        serving = any(serves(pod) for pod in present.values())
+        if serving and not self._serving:
+            self.blame.somebody(self.name)
+        elif self._serving and not serving:
+            self.blame.nobody(self.name, wanted=self.wanted)
+        self._serving = serving
+
+    def _recent(self) -> list[Object]:
+        """Pods that a request may have gone to."""
+        present = {pod["metadata"]["uid"] for pod in self.seen.present}
+        limit = time.monotonic() - LINGER_S
+        return [pod for uid, (pod, at) in self._pods.items() if uid in present or at > limit]
+
+    # --- asking ---
+
+    async def ask(self, pod: Object) -> str | None:
+        """One request to one replica, judged; it counts as failed if the replica was ready when it was asked."""
+        address, port = pod.get("status", {}).get("podIP"), pod["metadata"].get("annotations", {}).get(c.ANNOTATION_PORT)
+        if not address or not port:
+            return None
+        ready, began = serves(pod), time.monotonic()
+        body = {"model": "small", "prompt": PROMPT, "max_tokens": TOKENS}
+        limit = aiohttp.ClientTimeout(total=60, connect=10)
+        try:
+            async with self.system.http.post(f"http://{address}:{port}/v1/completions", json=body, timeout=limit) as response:
+                raw = await response.text()
+                if response.status != 200:
+                    raise ValueError(f"status {response.status}: {raw[:200]}")
+            text = str(json.loads(raw)["choices"][0]["text"])
+        except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as e:
+            if ready:
+                error = f"{type(e).__name__}: {e}"
+                uid = pod["metadata"]["uid"]
+                self.traffic.failures.append(Failure(self.name, "direct", began, time.monotonic(), error, uid))
+            return None
+        right = answer(mib=size_of(pod))
+        self.traffic.answered["direct"] += 1
+        if text != right:
+            self.traffic.accuse(f"{pod['metadata']['name']}: {text!r} instead of {right!r}")
+        return text
+
+    def judge(self, raw: str) -> None:
+        """An answer that came by the Service."""
+        if raw.startswith("data: "):
+            events = [line.removeprefix("data: ") for line in raw.splitlines() if line.startswith("data: {")]
+            text = "".join(json.loads(event)["choices"][0]["text"] for event in events)
+            givers = self._recent()
+        else:
+            reply = json.loads(raw)
+            text = reply["choices"][0]["text"]
+            recent = self._recent()
+            givers = [pod for pod in recent if pod["metadata"]["name"] == reply["hostname"]] or recent
+        right = {answer(mib=size_of(pod)) for pod in givers}
+        self.traffic.answered["service"] += 1
+        if text not in right:
+            names = ", ".join(pod["metadata"]["name"] for pod in givers)
+            self.traffic.accuse(f"Service {self.name}: {text!r} instead of one of {sorted(right)} ({names})")
+
+    @contextlib.asynccontextmanager
+    async def asked(self) -> AsyncIterator[Load]:
+        """Clients of each kind at its Service for the length of a block; then their failures are known to `traffic`."""
+        address, port = await self.endpoint()
+        body = {"model": "small", "prompt": PROMPT, "max_tokens": TOKENS}
+        async with Load(address, port, body, judge=self.judge, pause_s=PAUSE_S) as load:
+            load.start(*KINDS)
+            try:
+                yield load
+            finally:
+                await load.stop()
+                failed = [(o, o.error) for o in load.outcomes if o.error is not None]
+                self.traffic.failures += [Failure(self.name, o.kind, o.began, o.ended, error) for o, error in failed]
+
+
+def _restarts(pod: Object) -> int:
+    return restarts(pod) if pod.get("status", {}).get("containerStatuses") else 0
+
+
+Say = Callable[[str], None]
