@@ -298,6 +298,8 @@ class Observed:
     """What the agents say of their nodes (VLLMSnapshotNode)."""
     incapable: frozenset[str] = frozenset()
     """Nodes of which their agent says that it can restore nothing there."""
+    strangers: frozenset[str] = frozenset()
+    """Nodes whose agent speaks another protocol than this operator: an upgrade is under way, or was left half done."""
     service: ServiceView | None = None
     recapture: str = ""
     """The user's last request to take the artifacts again."""
@@ -321,7 +323,7 @@ class Observed:
             content.captured
             and not content.quarantined
             and not content.deleting
-            and content.node in self.nodes
+            and content.node in self.nodes - self.strangers
             and self.stale(content) is None
         )
 

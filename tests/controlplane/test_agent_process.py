@@ -380,7 +380,7 @@ async def test_the_node_is_described_and_owned(bench: Bench) -> None:
     await bench.start()
     node = await bench.seen(SNAPSHOT_NODES, NODE, lambda x: objects.is_true(x, c.READY))
     assert [x["kind"] for x in node["metadata"]["ownerReferences"]] == ["Node"]
-    assert node["status"]["protocolVersion"] == protocol.PROTOCOL_VERSION
+    assert node["status"]["protocolVersion"] == c.NODE_PROTOCOL
     await bench.content("art", "gone", "uid-gone", captured=True)
     await bench.seen(SNAPSHOT_NODES, NODE, lambda x: bool((x.get("status") or {}).get("artifacts")))
 

@@ -884,6 +884,34 @@ async def test_a_foreign_server_with_a_wrong_answer_is_condemned(box: Box) -> No
 # --- deletion --------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("spoken", [c.NODE_PROTOCOL + 1, c.NODE_PROTOCOL + 7])
+async def test_an_order_of_another_protocol_is_refused_and_the_replica_serves(box: Box, spoken: int) -> None:
+    uid = box.add_pod("a")
+    box.add_content("art", "a")
+    box.content("art")["spec"]["protocol"] = spoken
+    box.sync()
+    box.hello(uid)
+    await box.settle()
+    box.ready(uid)
+    await box.settle()
+    box.serving(uid)
+    await box.settle()
+    assert box.conditions("art") == {c.FAILED: Reason.PROTOCOL_VERSION}
+    assert not box.ops.orders
+    assert box.verified("a") == ("True", Reason.VERIFIED)
+
+
+async def test_an_artifact_that_was_ordered_under_another_protocol_is_used(box: Box) -> None:
+    """Its files are the agent's own matter; what they are is in the manifest."""
+    box.add_content("art", "gone", captured=True)
+    box.content("art")["spec"]["protocol"] = c.NODE_PROTOCOL + 1
+    box.sync()
+    uid = await box.restored()
+    start = box.files(uid).start
+    assert start is not None
+    assert (start.mode, start.content) == ("restore", "art")
+
+
 async def test_deleting_a_content_deletes_its_files_first(box: Box) -> None:
     box.add_content("art", "gone", captured=True)
     box.content("art")["metadata"]["deletionTimestamp"] = "2027-01-01T00:00:00Z"

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 
+from vllmsnapshot.api import constants as c
 from vllmsnapshot.controller.observe import _view
 
 
@@ -35,6 +36,20 @@ def test_an_agent_counts_where_it_runs_is_ready_and_stays() -> None:
 )
 def test_a_node_is_incapable_by_its_agents_word_only(status: dict[str, Any] | None, incapable: bool) -> None:
     assert _view([], [], [report("a", status)]).incapable == ({"a"} if incapable else set())
+
+
+@pytest.mark.parametrize(
+    ("status", "strange"),
+    [
+        (None, False),
+        ({}, False),
+        ({"protocolVersion": c.NODE_PROTOCOL}, False),
+        ({"protocolVersion": c.NODE_PROTOCOL + 1}, True),
+        ({"protocolVersion": 0}, True),
+    ],
+)
+def test_an_agent_of_another_protocol_is_a_stranger(status: dict[str, Any] | None, strange: bool) -> None:
+    assert _view([], [], [report("a", status)]).strangers == ({"a"} if strange else set())
 
 
 def test_facts_that_were_not_reported_are_none() -> None:

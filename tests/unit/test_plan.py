@@ -260,6 +260,17 @@ def test_an_artifact_is_a_reason_to_prefer_its_node_while_it_fits_there(why: str
     assert action.prefer == (("gpu", "n2") if preferred else ("n2",)), why
 
 
+def test_nothing_is_ordered_from_an_agent_of_another_protocol_nor_expected_of_its_artifacts() -> None:
+    seen = see(pod("a"), contents=(captured("b", node="n2"),), nodes=("node", "n2"), agents=("node", "n2"))
+    assert [action for action in do(seen) if isinstance(action, p.CreateContent)]
+    new = dataclasses.replace(seen, strangers=frozenset({"node", "n2"}))
+    made = do(new, replicas=3)
+    assert not [action for action in made if isinstance(action, p.CreateContent)]
+    pods = [action for action in made if isinstance(action, p.CreatePod)]
+    assert [action.prefer for action in pods] == [(), ()], "nobody waits for a capture that is not ordered"
+    assert not [action for action in made if isinstance(action, p.DeleteContent)], "it is used again after the upgrade"
+
+
 def test_a_node_that_can_restore_nothing_is_not_preferred() -> None:
     seen = see(
         contents=(captured("a"), captured("b", node="n2")),

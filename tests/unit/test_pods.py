@@ -424,6 +424,7 @@ def test_content() -> None:
         "timeoutSeconds": 77,
         "maxArtifactBytes": 1 << 30,
         "failureBudget": 4,
+        "protocol": c.NODE_PROTOCOL,
     }
     labels = made["metadata"]["labels"]
     assert all(len(value) <= 63 for value in labels.values())

@@ -219,6 +219,7 @@ def test_scaled_to_zero_is_ready() -> None:
         ("of another identity", see(contents=(captured(identity="old"),)), {}, ("False", R.NO_ARTIFACT)),
         ("disabled", see(), {"capture": {"policy": "Disabled"}}, ("False", R.CAPTURE_DISABLED)),
         ("no agent", see(agents=frozenset()), {}, ("False", R.UNATTENDED)),
+        ("agents of another version", see(strangers=see().agents), {}, ("False", R.PROTOCOL_VERSION)),
         ("ordered", see(contents=(captured(captured=False),)), {}, ("False", R.WAITING_FOR_BARRIER)),
         ("failed", see(contents=(captured(captured=False, failed=True),)), {}, ("False", R.CAPTURE_FAILED)),
         ("quarantined", see(contents=(captured(quarantined=True),)), {}, ("False", R.ARTIFACT_QUARANTINED)),

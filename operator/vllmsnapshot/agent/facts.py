@@ -146,6 +146,13 @@ def content_spec(obj: Object) -> VLLMSnapshotContentSpec | None:
         return None
 
 
+def strange(spec: VLLMSnapshotContentSpec) -> str:
+    """Why an order may mean something else than this agent reads in it; empty if it does not."""
+    if spec.protocol == c.NODE_PROTOCOL:
+        return ""
+    return f"the operator speaks protocol {spec.protocol}, the agent {c.NODE_PROTOCOL}"
+
+
 def content_status(obj: Object) -> VLLMSnapshotContentStatus:
     """The status, empty where this version cannot read it."""
     try:
@@ -193,7 +200,7 @@ def candidate(obj: Object, stored: Stored | None, entry: Entry, here: Mapping[st
         deleting="deletionTimestamp" in meta,
         present=mine is not None,
         stale=str(moved[0]) if moved else "",
-        capture_failed=entry.capture_failed is not None,
+        capture_failed=entry.capture_failed is not None or bool(strange(spec)),
         foreign=mine is not None and mine.foreign,
         captured_at=mine.captured_at if mine is not None else "",
         oracle=mine.oracle if mine is not None else None,

@@ -696,6 +696,8 @@ class Contents:
         delay: float | None = None
         if entry.capture_failed is not None:
             failed = (entry.capture_failed.reason, entry.capture_failed.message)
+        elif not settled and facts.strange(spec):
+            failed = (Reason.PROTOCOL_VERSION, facts.strange(spec))
         elif not settled and stored is None:
             failed, delay = await self._source_gone(spec.snapshot_ref.namespace, spec.source_pod.name, spec.source_pod.uid)
         lost = False

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
-from vllmsnapshot_child.protocol import HELLO, PROTOCOL_VERSION, READY, RELEASE, RESTORED, SERVING, START
+from vllmsnapshot_child.protocol import HELLO, READY, RELEASE, RESTORED, SERVING, START
 
 from .. import __version__
 from ..api import constants as c
@@ -359,7 +359,7 @@ def node_status(
     return VLLMSnapshotNodeStatus(
         conditions=conditions,
         agent_version=__version__,
-        protocol_version=PROTOCOL_VERSION,
+        protocol_version=c.NODE_PROTOCOL,
         boot_id=health.boot_id[:64] or None,
         checks=list(health.checks)[:64] or None,
         environment=_facts(health.environment) or None,

@@ -99,6 +99,11 @@ QUARANTINED: Final = "Quarantined"
 SLOWER: Final = "Slower"
 
 
+NODE_PROTOCOL: Final = 1
+"""What operator and agent mean by orders, reports and statuses. To be raised when either of an older version would act wrongly on what
+the other writes; a field that the older one may ignore is no reason. (What child and agent mean is `protocol.PROTOCOL_VERSION`.)"""
+
+
 class Reason:
     """Reasons of conditions, events and start decisions. Part of the API: listed in docs, never reworded."""
 

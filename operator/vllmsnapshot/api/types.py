@@ -594,6 +594,7 @@ class VLLMSnapshotContentSpec(Model):
     attempt: Annotated[
         int, Field(ge=0, description="Captures of this identity on this node that came to nothing in a row before this one.")
     ] = 0
+    protocol: Annotated[int, Field(ge=1, description="Of the operator that ordered it. An agent of another one refuses.")] = 1
 
 
 class ArtifactRecord(Model):
@@ -696,7 +697,9 @@ class VLLMSnapshotNodeStatus(Model):
 
     conditions: Conditions = None
     agent_version: ShortText | None = None
-    protocol_version: Annotated[int | None, Field(ge=0)] = None
+    protocol_version: Annotated[
+        int | None, Field(ge=0, description="What the agent speaks. An operator of another one orders nothing from it.")
+    ] = None
     boot_id: Annotated[str, StringConstraints(max_length=64)] | None = None
     checks: Annotated[list[Check] | None, Field(max_length=64), ListMap("name")] = None
     environment: Annotated[dict[str, Fact] | None, Field(max_length=64)] = None

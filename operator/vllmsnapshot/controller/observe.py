@@ -28,6 +28,7 @@ class ClusterView:
     nodes: frozenset[str]
     environments: dict[str, dict[str, str]]
     incapable: frozenset[str]
+    strangers: frozenset[str]
 
 
 class Observer:
@@ -71,6 +72,7 @@ class Observer:
             nodes=view.nodes,
             environments=view.environments,
             incapable=view.incapable,
+            strangers=view.strangers,
             service=_service(claim, service),
             recapture=recapture(obj),
         )
@@ -116,7 +118,13 @@ def _view(agents: list[Object], nodes: list[Object], reports: list[Object]) -> C
         nodes=frozenset(item["metadata"]["name"] for item in nodes),
         environments={item["metadata"]["name"]: (item.get("status") or {}).get("environment") or {} for item in reports},
         incapable=frozenset(item["metadata"]["name"] for item in reports if condition(item, c.READY).get("status") == "False"),
+        strangers=frozenset(item["metadata"]["name"] for item in reports if _spoken(item) not in (None, c.NODE_PROTOCOL)),
     )
+
+
+def _spoken(report: Object) -> object:
+    """The protocol of an agent, None where it has not told."""
+    return (report.get("status") or {}).get("protocolVersion")
 
 
 def _service(claim: Claim, service: Object | None) -> ServiceView | None:

@@ -187,7 +187,7 @@ def capable_nodes(spec: VLLMSnapshotSpec, identity: str, observed: Observed) -> 
 
 
 def _ready_nodes(spec: VLLMSnapshotSpec, observed: Observed) -> frozenset[str]:
-    return observed.agents & observed.nodes if spec.capture.policy == Toggle.ENABLED else frozenset()
+    return (observed.agents & observed.nodes) - observed.strangers if spec.capture.policy == Toggle.ENABLED else frozenset()
 
 
 def seed_gate(spec: VLLMSnapshotSpec, identity: str, observed: Observed, now: float) -> Gate:

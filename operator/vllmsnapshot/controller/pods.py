@@ -500,6 +500,7 @@ def content(claim: Claim, spec: VLLMSnapshotSpec, source: Replica, node: str, re
         "identity": source.identity,
         "timeoutSeconds": spec.capture.timeout_seconds,
         "failureBudget": spec.restore.failure_budget,
+        "protocol": c.NODE_PROTOCOL,
     }
     if attempt:
         body["attempt"] = attempt

@@ -243,6 +243,11 @@ def _snapshot_ready(
         return Verdict(False, reason, f"{lost.name} on node {lost.node}: {lost.reason}: {lost.message} ({more})")
     if not observed.agents:
         return Verdict(False, R.UNATTENDED, "no agent is ready on any node: every replica starts cold")
+    if observed.agents <= observed.strangers:
+        where = _few(sorted(observed.agents))
+        return Verdict(
+            False, R.PROTOCOL_VERSION, f"nothing is ordered from the agents on {where}: they are not of the operator's version"
+        )
     if any(replica.released for replica in live):
         return Verdict(False, R.NO_ARTIFACT, "the replicas serve already; the next one that starts cold is captured")
     return Verdict(False, R.NO_ARTIFACT, "the first replica is captured when it is up")
