@@ -2,13 +2,21 @@
 
 from __future__ import annotations
 
+import json
+import os
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from tests.chaos.audit import Size, grown
 from tests.chaos.blame import LINGER_S, Blame
+from tests.chaos.faults import AGENT, OPERATOR
 from tests.chaos.logs import LogKeeper
 from tests.chaos.schedule import (
     DECK,
@@ -22,6 +30,13 @@ from tests.chaos.schedule import (
     one_round,
     schedule,
 )
+from tests.chaos.traffic import Failure, Subject, Traffic, size_argument
+from tests.cluster import Cluster
+from tests.node.snapshot import answer
+from tests.nodeview import NodeView
+from tests.system import System
+from vllmsnapshot.api import constants as c
+from vllmsnapshot.kube import Object, WatchEvent
 
 SEEDS = st.integers(0, (1 << 32) - 1)
 SECONDS = st.floats(0, 2000)
@@ -151,6 +166,127 @@ def test_an_outage_that_nobody_made_is_told_and_excuses_nothing(blame: Blame) ->
     blame.nobody("a", wanted=1)
     assert [window.snapshot for window in blame.outages] == ["a"]
     assert blame.excuse("a", 101, 102) is None
+
+
+# --- the judge ---
+
+
+def pod(name: str, mib: int, *, ready: bool = True, restarts: int = 0, **meta: str) -> Object:
+    return {
+        "metadata": {"name": name, "uid": f"uid-{name}", "labels": {c.LABEL_IDENTITY: f"id-{mib}"}, **meta},
+        "spec": {"containers": [{"name": c.CONTAINER, "args": [size_argument(mib)]}]},
+        "status": {
+            "conditions": [{"type": "Ready", "status": str(ready)}],
+            "containerStatuses": [{"name": c.CONTAINER, "restartCount": restarts}],
+        },
+    }
+
+
+@pytest.fixture
+def subject(blame: Blame) -> Subject:
+    """A snapshot that nobody watches: tests say what is there."""
+    return Subject(cast("System", None), cast("NodeView", None), {"metadata": {"name": "a"}}, Traffic(blame))
+
+
+def there(subject: Subject, *pods: Object) -> None:
+    subject.seen._present = {item["metadata"]["uid"]: item for item in pods}
+    subject._told(WatchEvent("SYNC", {}, pods))
+
+
+def plain(text: str, name: str = "a-0") -> str:
+    return json.dumps({"choices": [{"text": text}], "hostname": name})
+
+
+def stream(text: str) -> str:
+    words = [f" {word}" for word in text.split()]
+    return "".join(f"data: {json.dumps({'choices': [{'text': word}]})}\n\n" for word in words) + "data: [DONE]\n\n"
+
+
+def test_right_answers_are_counted(subject: Subject) -> None:
+    there(subject, pod("a-0", 2), pod("a-1", 3))
+    for raw in (plain(answer(mib=2)), plain(answer(mib=3), "a-1"), stream(answer(mib=2)), stream(answer(mib=3))):
+        subject.judge(raw)
+    assert subject.traffic.answered["service"] == 4
+    assert subject.traffic.wrong == []
+    assert not subject.traffic.alarm.is_set()
+
+
+@pytest.mark.parametrize(
+    "raw",
+    [plain("nonsense"), plain(answer(mib=3)), plain(answer(mib=4), "node"), stream(answer(mib=4)), stream("")],
+    ids=["nonsense", "another-replica's", "nobody's", "streamed", "nothing"],
+)
+def test_a_wrong_answer_ends_the_run(subject: Subject, raw: str) -> None:
+    there(subject, pod("a-0", 2), pod("a-1", 3))
+    subject.judge(raw)
+    assert len(subject.traffic.wrong) == 1
+    assert subject.traffic.alarm.is_set()
+
+
+def test_a_killed_replica_is_blamed_until_it_is_known_to_be_out_of_service(subject: Subject, blame: Blame, clock: Clock) -> None:
+    there(subject, pod("a-0", 2), pod("a-1", 2))
+    blame.strike("a", "uid-a-0", "killed")
+    there(subject, pod("a-0", 2), pod("a-1", 2))  # nobody knows yet
+    clock.now = 130
+    assert blame.excuse("a", 129, 130) == "killed"
+    there(subject, pod("a-0", 2, ready=False), pod("a-1", 2))
+    assert blame.excuse("a", 130 + LINGER_S + 1, 140) is None
+
+
+def test_a_restart_that_nobody_saw_unready_ends_the_blame_too(subject: Subject, blame: Blame) -> None:
+    there(subject, pod("a-0", 2))
+    blame.strike("a", "uid-a-0", "killed")
+    there(subject, pod("a-0", 2, restarts=1))
+    assert [window.ended for window in blame.windows] == [100.0]
+
+
+def test_the_last_replica_that_goes_by_itself_is_an_outage(subject: Subject, blame: Blame) -> None:
+    there(subject, pod("a-0", 2))
+    there(subject, pod("a-0", 2, ready=False))
+    assert len(blame.outages) == 1
+
+
+def test_failures_are_sorted_into_excused_and_not(subject: Subject, blame: Blame) -> None:
+    blame.strike("a", "uid-a-0", "killed")
+    excused, guilty = Failure("a", "new", 100, 101, "cut"), Failure("a", "new", 90, 91, "cut")
+    subject.traffic.failures = [excused, guilty]
+    assert subject.traffic.judged() == ({"killed": 1}, [guilty])
+
+
+# --- the node ---
+
+
+def test_processes_of_the_cluster_are_those_that_descend_from_its_init() -> None:
+    """Where they have no parent left, init is it; here we are init."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(60)", "some-word"])
+    try:
+        node = NodeView(cast("Cluster", SimpleNamespace(pid=os.getpid())))
+        assert [process.pid for process in node.running("some-word")] == [child.pid]
+        assert os.getpid() not in node.everything()
+        assert os.getppid() not in node.everything()
+        alien = NodeView(cast("Cluster", SimpleNamespace(pid=child.pid)))
+        assert alien.running("some-word") == []
+    finally:
+        child.kill()
+        child.wait()
+
+
+@pytest.mark.parametrize(
+    ("after", "told"),
+    [
+        (Size(100, 20, 10), 0),
+        (Size(400, 20, 10), 1),
+        (Size(100, 200, 10), 1),
+        (Size(100, 20, 200), 1),
+    ],
+)
+def test_growth_beyond_reason_is_told(after: Size, told: int) -> None:
+    before = Size(90, 20, 8)
+    assert len(grown({OPERATOR: before, AGENT: before}, {OPERATOR: before, AGENT: after})) == told
+
+
+def test_a_part_that_does_not_run_is_told() -> None:
+    assert grown({OPERATOR: Size(1, 1, 1), AGENT: Size(1, 1, 1)}, {OPERATOR: Size(1, 1, 1)}) == [f"{AGENT} does not run"]
 
 
 # --- logs ---
