@@ -66,6 +66,15 @@ class Blame:
         """Why a request to the Service, or with `uid` to one replica, may have failed; None: it may not."""
         return next((window.why for window in self._excusing(snapshot, uid) if _met(window, began, ended)), None)
 
+    def excusable_s(self, snapshot: str, began: float, ended: float) -> float:
+        """For how many seconds of this time a failed request to the Service would have been excused."""
+        total, reached = 0.0, began
+        for window in sorted(self._excusing(snapshot, None), key=lambda x: x.began):
+            first, last = max(reached, window.began), min(ended, window.ended + LINGER_S)
+            total += max(0.0, last - first)
+            reached = max(reached, last)
+        return total
+
     def _excusing(self, snapshot: str, uid: str | None) -> Iterator[Window]:
         for window in self.windows:
             if window.snapshot == snapshot and (not window.gentle if uid is None else window.uid == uid):

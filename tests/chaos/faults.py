@@ -181,6 +181,7 @@ class Faults:
         uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
         self.blame.strike(subject.name, uid, "its engine was killed")
         if not self.node.kill(uid, ENGINE):
+            self.blame.over(uid)
             raise Missed(f"no engine runs in {name}")
         return f"engine of {name}"
 
@@ -190,6 +191,7 @@ class Faults:
         try:
             _kill(self.node.init(uid))
         except LookupError as e:
+            self.blame.over(uid)
             raise Missed(str(e)) from e
         return f"PID 1 of {name}"
 
@@ -198,6 +200,8 @@ class Faults:
         uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
         now = action.kind == Kind.DELETE_POD_NOW
         if now:
+            # Not blamed while there is no API server to ask.
+            await self.insist(functools.partial(self.system.kube.get, PODS, name, subject.namespace))
             self.blame.strike(subject.name, uid, "it was deleted without a grace period")
         grace = 0 if now else None
         await self.insist(lambda: self.system.kube.delete(PODS, name, subject.namespace, uid=uid, grace_period_s=grace))

@@ -118,6 +118,7 @@ class Run:
             before = audits.sizes(node)
             faults = Faults(system, node, subjects)
             self.note(f"warm: {len(subjects)} snapshots, 2 replicas each; seed {self.seed}, {len(self.actions)} actions")
+            asked = time.monotonic()
             async with contextlib.AsyncExitStack() as asking:
                 loads = [await asking.enter_async_context(subject.asked()) for subject in subjects]
                 await self._act(faults, traffic)
@@ -125,6 +126,10 @@ class Run:
                 if not traffic.wrong:
                     await self._converge(system, faults, subjects)
             self._requests(traffic, sum(len(load.outcomes) for load in loads))
+            now = time.monotonic()
+            self.facts["excusable_share"] = {
+                subject.name: round(blame.excusable_s(subject.name, asked, now) / (now - asked), 2) for subject in subjects
+            }
             if not self.faults:
                 found = await audit.all()
                 self.facts["left"] = found

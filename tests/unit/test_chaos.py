@@ -168,6 +168,18 @@ def test_an_outage_that_nobody_made_is_told_and_excuses_nothing(blame: Blame) ->
     assert blame.excuse("a", 101, 102) is None
 
 
+def test_the_time_in_which_failures_are_excused_is_told(blame: Blame, clock: Clock) -> None:
+    for began, ended in ((110, 120), (115, 118), (150, 160)):
+        clock.now = began
+        blame.strike("a", f"uid-{began}", "killed")
+        clock.now = ended
+        blame.over(f"uid-{began}")
+    blame.strike("a", "uid", "ended", gentle=True)
+    assert blame.excusable_s("a", 100, 200) == 20 + 2 * LINGER_S
+    assert blame.excusable_s("a", 112, 155) == 8 + LINGER_S + 5
+    assert blame.excusable_s("b", 100, 200) == 0
+
+
 # --- the judge ---
 
 
