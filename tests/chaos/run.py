@@ -137,11 +137,12 @@ class Run:
                 writes = await audit.writes_at_rest()
                 self.facts["writes_at_rest"] = len(writes)
                 self.faults += [f"written at rest: {write}" for write in writes]
-            after = audits.sizes(node)
-            self.faults += audits.grown(before, after)
-            self.facts["sizes"] = {
-                word: {"before": before[word].as_json(), "after": after[word].as_json()} for word in before.keys() & after.keys()
-            }
+                after = audits.sizes(node)
+                self.faults += audits.grown(before, after)
+                self.facts["sizes"] = {
+                    word: {"before": before[word].as_json(), "after": after[word].as_json()}
+                    for word in before.keys() & after.keys()
+                }
             self._history(subjects)
         bad, told = kept.verdict()
         self.faults += [f"logged: {line}" for line in bad]

@@ -16,7 +16,7 @@ from typing import Final
 
 import aiohttp
 
-from tests.chaos.blame import LINGER_S, Blame
+from tests.chaos.blame import Blame
 from tests.load import KINDS, Load
 from tests.node.snapshot import TOKENS, Snapshot, answer, restarts
 from tests.nodeview import NodeView
@@ -27,6 +27,9 @@ from vllmsnapshot.kube import Object, WatchEvent
 
 PAUSE_S: Final = 0.2
 """Between two requests of a client: two snapshots have six clients of their Services and one of each replica."""
+ORPHANED_S: Final = 60.0
+"""How long a pod that is gone from the API may still answer over a connection that was kept: one that was deleted without a grace period
+goes on until the kubelet, which may be away, gets to it."""
 _SIZE: Final = "--memory-mib="
 
 
@@ -138,7 +141,7 @@ class Subject(Snapshot):
     def _recent(self) -> list[Object]:
         """Pods that a request may have gone to."""
         present = {pod["metadata"]["uid"] for pod in self.seen.present}
-        limit = time.monotonic() - LINGER_S
+        limit = time.monotonic() - ORPHANED_S
         return [pod for uid, (pod, at) in self._pods.items() if uid in present or at > limit]
 
     # --- asking ---
@@ -179,6 +182,7 @@ class Subject(Snapshot):
             reply = json.loads(raw)
             text = reply["choices"][0]["text"]
             recent = self._recent()
+            # On the node's network the host's name is the node's.
             givers = [pod for pod in recent if pod["metadata"]["name"] == reply["hostname"]] or recent
         right = {answer(mib=size_of(pod)) for pod in givers}
         self.traffic.answered["service"] += 1

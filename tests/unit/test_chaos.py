@@ -235,6 +235,16 @@ def test_a_wrong_answer_ends_the_run(subject: Subject, raw: str) -> None:
     assert subject.traffic.alarm.is_set()
 
 
+def test_a_pod_that_is_gone_from_the_api_may_still_answer_as_it_should(subject: Subject) -> None:
+    """Deleted without a grace period while the kubelet was away, and asked over a connection that was kept."""
+    there(subject, pod("a-0", 2))
+    there(subject)
+    subject.judge(plain(answer(mib=2)))
+    assert subject.traffic.wrong == []
+    subject.judge(plain(answer(mib=3)))
+    assert len(subject.traffic.wrong) == 1
+
+
 def test_a_killed_replica_is_blamed_until_it_is_known_to_be_out_of_service(subject: Subject, blame: Blame, clock: Clock) -> None:
     there(subject, pod("a-0", 2), pod("a-1", 2))
     blame.strike("a", "uid-a-0", "killed")
