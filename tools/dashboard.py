@@ -176,7 +176,7 @@ def rows() -> list[tuple[str, list[tuple[int, int, Panel]]]]:
                     4,
                     4,
                     stat(
-                        "Restored against cold",
+                        "Speed-up",
                         "How many times faster the newest restored replica was than the newest cold one.",
                         f'avg({o.LAST_START.name}{{{MINE},start_mode="cold"}}) '
                         f'/ avg({o.LAST_START.name}{{{MINE},start_mode="restore"}})',

@@ -24,7 +24,7 @@ SCRAPE_S: Final = 5
 """Scrape interval of the data source: the shortest step that Grafana then asks for."""
 CELL_PX: Final = 38
 """Height of a row of a dashboard's grid (Grafana's 30 px and their gap of 8)."""
-WIDTH_PX: Final = 1280
+WIDTH_PX: Final = 1000
 COLOURS: Final = (
     "#3b7dd8",
     "#2f9e63",
