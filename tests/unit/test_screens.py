@@ -109,7 +109,7 @@ def test_a_rate_looks_back_over_four_scrapes_or_a_step() -> None:
 def test_steps_obey_the_panel_and_the_pixels() -> None:
     assert board.step_of(panel(), 60) == board.SCRAPE_S
     assert board.step_of(panel(bars=True), 60) == 60
-    assert board.step_of(panel(), 6400 * 60) == 600
+    assert board.step_of(panel(), board.WIDTH_PX / 2 * 600) == 600
 
 
 def test_a_series_is_called_by_its_labels() -> None:
