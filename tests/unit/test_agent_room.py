@@ -14,6 +14,7 @@ from tests.unit.agentbox import Box, NodeError, artifact, content_object, pod_ob
 from vllmsnapshot import objects
 from vllmsnapshot.agent import config
 from vllmsnapshot.agent.errors import StoreError
+from vllmsnapshot.agent.ledger import Entry
 from vllmsnapshot.agent.space import Usage
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
@@ -261,13 +262,20 @@ def test_a_ledger_that_cannot_be_written_does_not_keep_a_full_disk_full(box: Box
     idle(box, "lies")
     box.ops.space = replace(box.ops.space, quota=MB)
 
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, "full")
+    real = box.node.ledger._write
+
+    def full(content: str, entry: Entry) -> None:
+        if box.ops.store:
+            raise OSError(errno.ENOSPC, "full")
+        real(content, entry)
 
     monkeypatch.setattr(box.node.ledger, "_write", full)
     assert box.node.room.take("new", MB) == ["lies"]
     assert not box.ops.store
-    assert box.node.ledger.entry("lies", "uid-lies").quarantined is not None
+    box.start()
+    quarantined = box.node.ledger.entry("lies", "uid-lies").quarantined
+    assert quarantined is not None, "written as soon as there was room for it"
+    assert quarantined.reason == Reason.EVICTED
 
 
 # --- without a capture -----------------------------------------------------------------------------------------------

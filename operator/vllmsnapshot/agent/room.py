@@ -8,6 +8,7 @@ between leaves an artifact that nobody uses any more, and that goes with its con
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import threading
 from dataclasses import replace
@@ -104,6 +105,8 @@ class Room:
             except (StoreError, OSError) as e:
                 log.warning("%s is not removed: %s", item.content, e)
                 continue
+            with contextlib.suppress(OSError):  # else with the next collection
+                self._node.ledger.save()
             self._node.stored.pop(item.content, None)
             self._node.metrics.evicted(rank)
             self._node.wrote("artifact evicted")
@@ -117,6 +120,6 @@ class Room:
             return
         try:
             self._node.ledger.quarantine(item.content, item.uid, Reason.EVICTED, why)
-        except OSError:
-            # Of a full disk, perhaps. Memory has it, and it is written as soon as there is room.
-            log.exception("the ledger of %s cannot be written", item.content)
+        except OSError as e:
+            # Of a full disk, most likely: memory has it, and it is written as soon as the files are gone.
+            log.warning("the ledger of %s cannot be written yet: %s", item.content, e)
