@@ -52,6 +52,8 @@ SYSTEM = "vllmsnapshot-system"
 NAMESPACE = "default"
 NAME = "smol"
 T0 = 1_800_000_000.0
+EXPECTED_BYTES = 1 << 20
+"""What a capture asks room for beforehand. It comes to a few pages."""
 LOAD_S, RELOAD_S = 40.0, 0.5
 """Of an engine: a resync of the operator takes place before it is up, as in life."""
 
@@ -300,7 +302,7 @@ class SimOps(LocalOps):
 
     def usage(self) -> Usage:
         """A disk of its own, on which nobody else writes."""
-        return replace(self.store.usage(), free=1 << 40)
+        return replace(self.store.usage(), free=1 << 40, quota=self.world.quota)
 
     def _here(self, pod: PodRef, error: type[CaptureError] | type[RestoreError], reason: str) -> Container:
         container = self.world.containers.get(pod.uid)
@@ -368,7 +370,7 @@ class SimOps(LocalOps):
             raise CaptureError(Reason.DUMP_FAILED, "criu: no")
         engine = container.live[0]
         try:
-            room(1 << 20)
+            room(EXPECTED_BYTES)
         except AgentError:
             on_resumed()
             raise
@@ -569,6 +571,8 @@ class World:
         """Captures fail."""
         self.moved: dict[str, str] = {}
         """What stands behind a tag, where that is not what it says."""
+        self.quota: int | None = None
+        """Of the store of each node (bytes)."""
         self.loop.set_task_factory(self._make_task)
 
     # --- time, places ---
