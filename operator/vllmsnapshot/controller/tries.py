@@ -48,7 +48,7 @@ def again_at(spec: VLLMSnapshotSpec, observed: Observed, identity: str, node: st
 
 
 def paused(spec: VLLMSnapshotSpec, observed: Observed, identity: str, node: str, now: float) -> bool:
-    """Whether no capture may be ordered on this node yet. A clock that was set makes no pause longer than the longest one."""
+    """Whether no capture may be ordered on this node yet. Whatever a clock says, a try is due within twice the longest pause."""
     moment = again_at(spec, observed, identity, node, now)
     return moment is not None and 0 < moment - now <= LONGEST_PAUSE_S
 
