@@ -21,13 +21,13 @@ from tests import demo
 from tests.cluster import Cluster
 from tests.cluster import model as models
 from tests.cluster.progress import Progress
-from tests.node.snapshot import names, report, starts
+from tests.node.snapshot import names, report, restarts, starts
 from tests.nodeview import NodeView
 from tests.observer import Observer
 from tests.system import MODELS, ROOT, SYSTEM_NAMESPACE, System, condition, example, install, local_values
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.kube import PODS, SNAPSHOTS, Object
-from vllmsnapshot_child.protocol import READY
+from vllmsnapshot_child.protocol import EXIT_CODES, READY, Reason
 
 R = c.Reason
 MAIN = demo.NAME
@@ -113,6 +113,26 @@ async def test_restored_replicas_draw_their_own_samples_and_ids(system: System) 
         values = {reply["id"] if different == "id" else reply["choices"][0]["text"] for reply in free}
         assert len(values) == len(pods), (different, values)
     assert len({reply["choices"][0]["text"] for reply in await ask(seed=7)}) == 1
+
+
+async def test_without_its_engine_process_the_api_server_does_not_go_on(system: System, node: NodeView) -> None:
+    """vLLM ends its HTTP server then. The container ends with the reason, not with code 0, and the replica is restored in its pod."""
+    pod = next(p for p in await system.replicas(MAIN) if report(p).start == c.START_RESTORE and restarts(p) == 0)
+    uid = pod["metadata"]["uid"]
+    async with observed(system, MAIN):
+        assert node.kill(uid, "VLLM::EngineCore") == 1
+
+        async def back() -> Object | None:
+            found = await system.kube.get(PODS, pod["metadata"]["name"], "default") or {}
+            again = restarts(found) == 1 and report(found).restarts == 1 and report(found).state == "Serving"
+            return found if again and condition(found, "Ready") == "True" else None
+
+        found = await system.until("the replica to serve again", back, COLD_S)
+        (status,) = found["status"]["containerStatuses"]
+        assert status["lastState"]["terminated"]["exitCode"] == EXIT_CODES[Reason.ENGINE_FAILED]
+        assert found["metadata"]["uid"] == uid
+        assert report(found).start == c.START_RESTORE
+        assert await system.complete(found, demo.MODEL) == demo.ANSWER
 
 
 def test_the_commands_of_the_quickstart_do_what_the_page_says(cluster: Cluster) -> None:

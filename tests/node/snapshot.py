@@ -190,11 +190,11 @@ class Snapshot:
         address, port = await self.endpoint()
         return Load(address, port, {"model": "small", "prompt": PROMPT, "max_tokens": TOKENS})
 
-    async def crash(self, pod: Object) -> None:
-        """Let the engine end itself with an error."""
+    async def crash(self, pod: Object, how: str = "exit") -> None:
+        """Let the engine end itself: with an error, with code 0 (`finish`), or by taking all the memory that it can get (`memory`)."""
         with contextlib.suppress(aiohttp.ClientError, TimeoutError):
             port = int(pod["metadata"]["annotations"][c.ANNOTATION_PORT])
-            await self.system.post(pod["status"]["podIP"], port, "/crash", {}, timeout_s=5)
+            await self.system.post(pod["status"]["podIP"], port, "/crash", {"how": how}, timeout_s=30)
 
     def log(self, pod: Object, *options: str) -> str:
         """kubectl logs."""

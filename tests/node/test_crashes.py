@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import signal
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 
@@ -44,15 +45,18 @@ async def kill_agent(system: System, node: NodeView) -> AsyncIterator[Callable[[
 # --- the engine and its pod ---
 
 
-@pytest.mark.parametrize("how", ["exit", "kill"])
-async def test_a_crashed_engine_is_restored_in_the_same_pod(how: str, make: Make, node: NodeView) -> None:
-    snap = await make(f"crash-{how}")
+@pytest.mark.parametrize(
+    ("how", "code"), [("exit", 17), ("finish", 0), ("kill", 128 + signal.SIGKILL), ("memory", 128 + signal.SIGKILL)]
+)
+async def test_a_crashed_engine_is_restored_in_the_same_pod(how: str, code: int, make: Make, node: NodeView) -> None:
+    """Whatever it was: an error, an end that looks like success, a kill, the kernel for want of memory."""
+    snap = await make(f"crash-{how}", resources={"limits": {"memory": "512Mi"}})
     seed, content = await snap.seeded()
     uid = seed["metadata"]["uid"]
-    if how == "exit":
-        await snap.crash(seed)
-    else:
+    if how == "kill":
         assert node.kill(uid, "vllmsnapshot_child.server")
+    else:
+        await snap.crash(seed, how)
 
     async def back() -> Object | None:
         # Readiness and report are two writes: for a moment a Ready pod still carries the report of the container before.
@@ -63,6 +67,8 @@ async def test_a_crashed_engine_is_restored_in_the_same_pod(how: str, make: Make
     pod = await snap.system.until("the pod to be ready again", back, 60)
     assert pod["metadata"]["uid"] == uid
     assert (report(pod).start, report(pod).content) == (c.START_RESTORE, content)
+    (status,) = [s for s in pod["status"]["containerStatuses"] if s["name"] == c.CONTAINER]
+    assert status["lastState"]["terminated"]["exitCode"] == code
     assert await snap.ask(pod) == answer()
     snap.never_wrong(answer())
 
