@@ -141,6 +141,22 @@ def test_what_could_not_be_removed_is_swept_up_and_nothing_that_is_written(store
     assert list(store.tmp_dir.iterdir()) == []
 
 
+def test_a_deletion_under_way_is_not_swept_up(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that remove the same files warn of what the other was quicker with."""
+    put(store)
+    remove, swept = module._remove_tree, []
+
+    def removing(path: Path) -> None:
+        monkeypatch.setattr(module, "_remove_tree", remove)
+        swept.append(store.sweep())
+        remove(path)
+
+    monkeypatch.setattr(module, "_remove_tree", removing)
+    assert store.delete("c1")
+    assert swept == [0]
+    assert list(store.tmp_dir.iterdir()) == []
+
+
 def test_only_root_may_look(store: Store) -> None:
     put(store)
     for path in (store.artifacts_dir, store.tmp_dir, store.artifacts_dir / "c1"):

@@ -248,10 +248,19 @@ class Store:
         """Delete the artifact; False if there is none. Waits for its readers, at most so long. Raises StoreError."""
         path = self._path(content)
         deadline = time.monotonic() + timeout_s
+        trash = self.tmp_dir / f"deleted-{content}-{secrets.token_hex(4)}"
         try:
             fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         except FileNotFoundError:
             return False
+        with self._in_use(trash):
+            if not self._discard(content, path, fd, trash, deadline):
+                return False
+            _remove_tree(trash)
+        return True
+
+    def _discard(self, content: str, path: Path, fd: int, trash: Path, deadline: float) -> bool:
+        """Take the artifact's name away as soon as nobody reads it. Closes `fd`. Raises StoreError."""
         try:
             while True:
                 try:
@@ -263,14 +272,12 @@ class Store:
                     time.sleep(0.05)
             if not _same(path, fd):
                 return False
-            trash = self.tmp_dir / f"deleted-{content}-{secrets.token_hex(4)}"
             path.rename(trash)
             _sync(self.artifacts_dir)
         except OSError as e:
             raise StoreError(Reason.STORE_FAILED, f"the artifact of {content} cannot be deleted: {e}") from e
         finally:
             os.close(fd)
-        _remove_tree(trash)
         return True
 
     @contextlib.contextmanager
