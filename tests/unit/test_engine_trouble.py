@@ -1,6 +1,6 @@
 """An engine that fails at each step, in each way: it ends up serving right answers, or the container has ended and says why.
 
-Real processes under the real PID 1. What the kernel and the kubelet add is in tests/node/test_engine_trouble.py.
+Real processes under the real PID 1. What the kernel and the kubelet add is in tests/node/test_crashes.py and test_port_taken.py.
 """
 
 from __future__ import annotations
