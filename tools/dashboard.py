@@ -42,6 +42,7 @@ COLOURS = {
         "usable": "green",
         "ordered": "blue",
         "unusable": "yellow",
+        "slower": "purple",
         "failed": "orange",
         "quarantined": "red",
     },

@@ -39,7 +39,14 @@ COLOURS: Final = (
     "#b08968",
     "#4c5f8a",
 )
-NAMED: Final = {"green": "#2f9e63", "blue": "#3b7dd8", "red": "#c23030", "orange": "#d9822b", "yellow": "#d6b11a"}
+NAMED: Final = {
+    "green": "#2f9e63",
+    "blue": "#3b7dd8",
+    "red": "#c23030",
+    "orange": "#d9822b",
+    "yellow": "#d6b11a",
+    "purple": "#8e5bd0",
+}
 """Grafana's names of colours."""
 
 
@@ -200,7 +207,8 @@ def figure(panel: Panel, answers: Answers) -> dict[str, Any] | None:
         "ticklen": 5,
         "tickcolor": "#ffffff",
     }
-    marks = [mark for mark in range(0, math.ceil(length) + 1, 1 if length <= 12 else 5) if mark <= length]
+    # In minutes, so few that their figures do not touch.
+    marks = list(range(0, math.floor(length) + 1, max(1, math.ceil(length / (0.7 * panel["gridPos"]["w"])))))
     layout: dict[str, Any] = {
         "margin": {"l": 58, "r": 10, "t": 6, "b": 22},
         "showlegend": False,

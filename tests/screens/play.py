@@ -35,7 +35,11 @@ PATIENCE_S: Final = 300.0
 COLUMNS: Final = 110
 """Width of the terminal: what a reader's page still shows at a legible size."""
 
-KUBECTL: Final = {"get": (("get", "vsnap"),)}
+KUBECTL: Final = {
+    "get": (("get", "vsnap"),),
+    "get-wide": (("get", "vsnap", "-o", "wide"),),
+    "get-others": (("get", "vsnapcontent"), ("get", "vsnapnode")),
+}
 VSNAP: Final = {"status": ("status",), "describe": ("describe", NAME)}
 BENCH: Final = ("bench", NAME, f"--runs={RUNS}", "--plot=bench.svg")
 """Commands by the name of their screen."""
@@ -113,7 +117,8 @@ async def _live(
         timeline.say("three replicas under load")
         await load.more(2 * REQUESTS, PATIENCE_S)
         await load.stop()
-        timeline.say(f"{len(load.outcomes)} requests, {len(load.failures)} failed")
+        failed = "".join(f"; {each.kind}: {each.error}" for each in load.failures)
+        timeline.say(f"{len(load.outcomes)} requests, {len(load.failures)} failed{failed}")
         recording.terminals |= _terminals(cluster)
         pod = (await system.replicas(NAME))[0]
         await crash(system, Replica(pod["metadata"]["name"], pod["metadata"]["uid"], 0.0, pod=pod), timeline)
