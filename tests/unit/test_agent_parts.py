@@ -6,20 +6,24 @@ import asyncio
 import json
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import pytest
 from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from vllmsnapshot.agent import config
+from vllmsnapshot.agent import config, restore
+from vllmsnapshot.agent.accelerator import Cpu
 from vllmsnapshot.agent.app import Loop
 from vllmsnapshot.agent.cache import Cache
 from vllmsnapshot.agent.canary import Canary
+from vllmsnapshot.agent.containers import Container, Process
 from vllmsnapshot.agent.ledger import KEEP, SPEEDS, SPEEDS_KEPT, Ledger
 from vllmsnapshot.agent.outbox import Outbox
 from vllmsnapshot.agent.slots import Slots
+from vllmsnapshot.agent.store import Manifest
 from vllmsnapshot.agent.watcher import Watcher
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.kube import PODS, ApiError
@@ -434,3 +438,15 @@ async def test_the_canary_believes_only_what_makes_sense(choice: Any, expected: 
     await runner.cleanup()
     assert await canary.ask("127.0.0.1", port) is None
     await canary.close()
+
+
+@pytest.mark.parametrize("alive", [True, False])
+def test_a_container_that_ended_during_its_restore_is_no_error(alive: bool, caplog: pytest.LogCaptureFixture) -> None:
+    """A pod that is deleted while it is being restored: nothing is left to be cleared, and nothing to be told."""
+
+    def gone() -> list[Process]:
+        raise ProcessLookupError("PID 1 of the container has died")
+
+    container = cast("Container", SimpleNamespace(descendants=gone, processes=gone, alive=lambda: alive))
+    restore._roll_back(container, cast("Manifest", SimpleNamespace(staged={})), Cpu())
+    assert bool(caplog.records) is alive

@@ -199,7 +199,8 @@ def _roll_back(container: Container, manifest: Manifest, accelerator: Accelerato
     try:
         accelerator.before_terminate(container.descendants())
     except (OSError, AgentError):
-        log.exception("before the end of a failed restore")
+        if container.alive():  # else the kernel has ended everything with it
+            log.exception("before the end of a failed restore")
     try:
         clear(container, [Staged(name=n, path=p) for n, p in manifest.staged.items()])
     except OSError:
