@@ -10,7 +10,7 @@ import asyncio
 import os
 import re
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -83,6 +83,7 @@ class Audit:
         pods = await self._pods()
         found = []
         count: Counter[str] = Counter()
+        there: dict[str, list[str]] = defaultdict(list)
         shims = 0
         everything = self.node.everything()
         daemons = self.node.cluster.daemons()
@@ -100,13 +101,17 @@ class Audit:
                     found.append(f"process {process.pid} outside of pods: {name or '(no command line)'}")
             elif process.pod not in pods:
                 found.append(f"process {process.pid} of pod {process.pod}, which is gone: {name}")
-            elif process.argv[:1] != ("/pause",):
+            elif process.argv[:1] != ("/pause",) and process.argv[1:2] != ("init",):
+                # `runc init`: containerd leaves it behind where the kubelet was killed while it started a container.
                 count[process.pod] += 1
+                there[process.pod].append(name)
         for uid, pod in pods.items():
             replica = pod["metadata"].get("labels", {}).get(c.LABEL_ROLE) == c.ROLE_REPLICA
             wanted = 3 if replica else 1
             if count[uid] != wanted:
-                found.append(f"{count[uid]} processes in pod {pod['metadata']['name']}, should be {wanted}")
+                found.append(
+                    f"{count[uid]} processes in pod {pod['metadata']['name']}, should be {wanted}: {'; '.join(there[uid])}"
+                )
         if shims != len(pods):
             found.append(f"{shims} containers' shims for {len(pods)} pods")
         return found

@@ -36,6 +36,11 @@ class Blame:
         self.outages: list[Window] = []
         """Times without a ready replica that nothing done here explains."""
         self._clock = clock
+        self._calm = 0.0
+
+    def unsettle(self, seconds: float) -> None:
+        """For so long from now nobody's readiness means anything: a kubelet that starts calls every pod not ready until it has probed it."""
+        self._calm = self._clock() + seconds
 
     def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False) -> None:
         """Something is about to be done to a pod."""
@@ -51,7 +56,7 @@ class Blame:
         """The last ready replica is gone."""
         now = self._clock()
         struck = any(w.uid and w.snapshot == snapshot and now <= w.ended + LINGER_S for w in self.windows)
-        if wanted and not struck:
+        if wanted and not struck and now > self._calm:
             self.outages.append(Window(snapshot, "", "no replica is ready", now))
             return
         self.windows.append(Window(snapshot, "", "no replica is ready", now))

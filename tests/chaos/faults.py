@@ -33,6 +33,8 @@ FOREIGN: Final = "foreign"
 PORT_RANGES: Final = ((21100, 21119), (21120, 21139))
 PATIENCE_S: Final = 60.0
 """How long an action waits for what it is to interrupt."""
+KUBELET_S: Final = 60.0
+"""How long a kubelet that was started may take until it has probed every pod; fifteen seconds on a busy machine."""
 API_S: Final = 180.0
 """How long it waits for an API server."""
 
@@ -326,6 +328,8 @@ class Faults:
             # An API server that is told to end goes on for a minute, because of those who watch.
             await asyncio.to_thread(cluster.stop_daemon, name, signal.SIGKILL)
             await asyncio.sleep(action.seconds)
+            if name == "kubelet":
+                self.blame.unsettle(KUBELET_S)
             await asyncio.to_thread(cluster.start_daemon, name)
         return f"away for {action.seconds:.1f} s"
 

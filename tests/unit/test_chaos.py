@@ -156,6 +156,17 @@ def test_without_a_ready_replica_requests_may_fail_if_it_was_us(blame: Blame, cl
     assert blame.outages == []
 
 
+def test_a_kubelet_that_was_restarted_explains_an_outage_for_a_while(blame: Blame, clock: Clock) -> None:
+    blame.unsettle(60)
+    clock.now = 150
+    blame.nobody("a", wanted=1)
+    assert blame.outages == []
+    blame.somebody("a")
+    clock.now = 161
+    blame.nobody("a", wanted=1)
+    assert len(blame.outages) == 1
+
+
 def test_scaled_to_zero_is_no_outage(blame: Blame) -> None:
     blame.nobody("a", wanted=0)
     assert blame.outages == []
