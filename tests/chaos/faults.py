@@ -56,6 +56,22 @@ class Faults:
         self._killed: set[str] = set()
         """UIDs of pods of the system whose process was killed once."""
         self._daemons = asyncio.Lock()
+        self._away: set[str] = set()
+        self.revived: list[str] = []
+        """Daemons that ended by themselves and were started again."""
+
+    async def supervise(self) -> None:
+        """Start Kubernetes' daemons again when they end by themselves, as systemd or the kubelet would, for ever.
+
+        The scheduler for one exits when it finds, after an API server was away, that a pod is another one than it remembers.
+        """
+        while True:
+            for name, state in self.node.cluster.daemons().items():
+                if state != "running" and name not in self._away:
+                    self.revived.append(name)
+                    with contextlib.suppress(ClusterError):
+                        await asyncio.to_thread(self.node.cluster.start_daemon, name)
+            await asyncio.sleep(1.0)
 
     async def do(self, action: Action) -> str:
         """Do it; what was done. Raises Missed."""
@@ -325,12 +341,16 @@ class Faults:
                     for pod in subject.seen.present:
                         if "deletionTimestamp" in pod["metadata"]:
                             self.blame.strike(subject.name, pod["metadata"]["uid"], "it ended while the API server was away")
-            # An API server that is told to end goes on for a minute, because of those who watch.
-            await asyncio.to_thread(cluster.stop_daemon, name, signal.SIGKILL)
-            await asyncio.sleep(action.seconds)
-            if name == "kubelet":
-                self.blame.unsettle(KUBELET_S)
-            await asyncio.to_thread(cluster.start_daemon, name)
+            self._away.add(name)
+            try:
+                # An API server that is told to end goes on for a minute, because of those who watch.
+                await asyncio.to_thread(cluster.stop_daemon, name, signal.SIGKILL)
+                await asyncio.sleep(action.seconds)
+                if name == "kubelet":
+                    self.blame.unsettle(KUBELET_S)
+                await asyncio.to_thread(cluster.start_daemon, name)
+            finally:
+                self._away.discard(name)
         return f"away for {action.seconds:.1f} s"
 
     # --- the end ---
@@ -339,10 +359,6 @@ class Faults:
         """Undo what lasts."""
         for path in self.node.store.glob("ballast-*"):
             path.unlink()
-        for name, state in self.node.cluster.daemons().items():
-            if state != "running":
-                with contextlib.suppress(ClusterError):
-                    await asyncio.to_thread(self.node.cluster.start_daemon, name)
         await self._unsquat()
 
 

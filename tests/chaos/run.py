@@ -117,6 +117,8 @@ class Run:
             audit = audits.Audit(system, node, subjects)
             before = audits.sizes(node)
             faults = Faults(system, node, subjects)
+            supervisor = asyncio.create_task(faults.supervise())
+            stack.callback(supervisor.cancel)
             self.note(f"warm: {len(subjects)} snapshots, 2 replicas each; seed {self.seed}, {len(self.actions)} actions")
             asked = time.monotonic()
             async with contextlib.AsyncExitStack() as asking:
@@ -143,6 +145,7 @@ class Run:
                     word: {"before": before[word].as_json(), "after": after[word].as_json()}
                     for word in before.keys() & after.keys()
                 }
+            self.facts["daemons_revived"] = faults.revived
             self._history(subjects)
         bad, told = kept.verdict()
         self.faults += [f"logged: {line}" for line in bad]
