@@ -128,7 +128,9 @@ class Subject(Snapshot):
             self.sizes[pod["metadata"]["labels"][c.LABEL_IDENTITY]] = size_of(pod)
             if "deletionTimestamp" in pod["metadata"] and "deletionTimestamp" not in before.get("metadata", {}):
                 self.blame.strike(self.name, uid, "ended gracefully", gentle=True)
-            if condition(pod, "Ready") != "True" or (before and _restarts(pod) > _restarts(before)):
+            # Only what changes is news of the kill: a state that the kubelet had not told before may come later than it.
+            unready = bool(before) and condition(before, "Ready") == "True" != condition(pod, "Ready")
+            if unready or (before and _restarts(pod) > _restarts(before)):
                 self.blame.over(uid)
             self._pods[uid] = pod, now
         serving = any(serves(pod) for pod in present.values())

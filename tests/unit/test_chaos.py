@@ -266,6 +266,18 @@ def test_a_killed_replica_is_blamed_until_it_is_known_to_be_out_of_service(subje
     assert blame.excuse("a", 130 + LINGER_S + 1, 140) is None
 
 
+def test_old_news_does_not_end_the_blame(subject: Subject, blame: Blame, clock: Clock) -> None:
+    """The kubelet tells late that a replica had become ready, when it has been killed already."""
+    there(subject, pod("a-0", 2, ready=False))
+    blame.strike("a", "uid-a-0", "killed")
+    there(subject, pod("a-0", 2, ready=False))
+    there(subject, pod("a-0", 2))
+    clock.now = 150
+    assert blame.excuse("a", 140, 150) == "killed"
+    there(subject, pod("a-0", 2, restarts=1))
+    assert blame.windows[0].ended == 150
+
+
 def test_a_restart_that_nobody_saw_unready_ends_the_blame_too(subject: Subject, blame: Blame) -> None:
     there(subject, pod("a-0", 2))
     blame.strike("a", "uid-a-0", "killed")
