@@ -86,6 +86,7 @@ class Audit:
         there: dict[str, list[str]] = defaultdict(list)
         shims = 0
         everything = self.node.everything()
+        busy = {process.parent for process in everything.values() if process.argv[1:2] != ("init",)}
         daemons = self.node.cluster.daemons()
         for process in everything.values():
             if process.zombie:
@@ -96,7 +97,8 @@ class Audit:
             name = " ".join(process.argv)[:160]
             if not process.pod:
                 if process.argv and _SHIM in process.argv[0]:
-                    shims += 1
+                    # One without a container is what containerd leaves behind of a start that the kubelet's end cut off.
+                    shims += process.pid in busy
                 elif not process.argv or Path(process.argv[0]).name not in daemons:
                     found.append(f"process {process.pid} outside of pods: {name or '(no command line)'}")
             elif process.pod not in pods:

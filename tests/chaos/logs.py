@@ -17,6 +17,14 @@ _RECORD: Final = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ([A-Z]+) +(\S+
 
 ALLOWED: Final = (
     (r"kopf\._cogs\.clients\.watching Request attempt", "kopf calls each try an error while the API server is away"),
+    # An API server that has just been started may answer 401. To kopf a credential that was refused once is void for ever, so the
+    # operator ends, and is restarted by the kubelet. In docs/limitations.md.
+    (
+        r"(kopf\._core\.reactor\.\w+|vllmsnapshot\.operator|asyncio) .*Ran out of valid credentials",
+        "kopf has no credentials left",
+    ),
+    (r"vllmsnapshot\.operator the operator ends", "the same; the kubelet restarts it"),
+    (r"asyncio Task exception was never retrieved", "the same, of kopf's other watchers"),
     (r"vllmsnapshot\.agent\.reconcile the ledger of \S+ cannot be written", "the disk is full; memory has it until it is freed"),
 )
 """Errors that may be logged (regular expression over logger and message), each with the reason."""
