@@ -17,17 +17,20 @@ _RECORD: Final = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ([A-Z]+) +(\S+
 
 ALLOWED: Final = (
     (r"kopf\._cogs\.clients\.watching Request attempt", "kopf calls each try an error while the API server is away"),
-    # An API server that has just been started may answer 401. To kopf a credential that was refused once is void for ever, so the
-    # operator ends, and is restarted by the kubelet. In docs/limitations.md.
-    (
-        r"(kopf\._core\.reactor\.\w+|vllmsnapshot\.operator|asyncio) .*Ran out of valid credentials",
-        "kopf has no credentials left",
-    ),
-    (r"vllmsnapshot\.operator the operator ends", "the same; the kubelet restarts it"),
-    (r"asyncio Task exception was never retrieved", "the same, of kopf's other watchers"),
     (r"vllmsnapshot\.agent\.reconcile the ledger of \S+ cannot be written", "the disk is full; memory has it until it is freed"),
 )
 """Errors that may be logged (regular expression over logger and message), each with the reason."""
+
+REFUSED: Final = "Ran out of valid credentials"
+"""An API server that has just been started may answer 401. To kopf a credential that was refused once is void for ever, so the
+operator ends, and is restarted by the kubelet (docs/limitations.md)."""
+
+ITS_END: Final = (
+    (rf"kopf\._core\.reactor\.\w+ .*{REFUSED}", "a watcher of kopf's, and what runs them"),
+    (r"asyncio Task exception was never retrieved", "kopf's other watchers"),
+    (r"vllmsnapshot\.operator the operator ends", "what the operator makes of it"),
+)
+"""The same for a container in which kopf has said so, and for no other."""
 
 
 class LogKeeper:
@@ -86,14 +89,16 @@ class LogKeeper:
         told: Counter[str] = Counter()
         levels: dict[str, bool] = {}
         """By container: whether its last record was one of the levels that explain a traceback below it."""
-        for line in self.copy.read_text().splitlines():
-            container, _, text = line.partition(" ")
+        lines = [line.partition(" ")[::2] for line in self.copy.read_text().splitlines()]
+        refused = {container for container, text in lines if REFUSED in text}
+        for container, text in lines:
             found = _RECORD.match(text)
             if found:
                 level, logger, message = found.groups()
                 levels[container] = level in ("WARNING", "ERROR", "CRITICAL")
                 key = _general(f"{level} {logger} {message}")
-                if level == "WARNING" or any(re.search(pattern, f"{logger} {message}") for pattern, _ in ALLOWED):
+                allowed = ALLOWED + (ITS_END if container in refused else ())
+                if level == "WARNING" or any(re.search(pattern, f"{logger} {message}") for pattern, _ in allowed):
                     told[key] += 1
                 elif levels[container]:
                     errors[key] += 1
