@@ -116,7 +116,17 @@ class Loop:
 class Agent:
     """Everything put together. `run` until cancelled or told to `stop`."""
 
-    def __init__(self, config: Config, ops: NodeOps, kube: Kube, ask: Ask, *, clock: Callable[[], float] = time.time) -> None:
+    def __init__(
+        self,
+        config: Config,
+        ops: NodeOps,
+        kube: Kube,
+        ask: Ask,
+        *,
+        clock: Callable[[], float] = time.time,
+        stop: asyncio.Event | None = None,
+    ) -> None:
+        """`stop`: what ends `run`, where the caller has it already."""
         self.config = config
         self.node = Node(
             name=config.node_name,
@@ -144,7 +154,7 @@ class Agent:
         self.node.wake_node = self._wake_node
         self.watcher = Watcher(self.pod_loop.wake)
         self._node_changed = asyncio.Event()
-        self._stop = asyncio.Event()
+        self._stop = stop or asyncio.Event()
         self._examined = False
         self._tasks: set[asyncio.Task[None]] = set()  # asyncio itself holds tasks weakly
 
@@ -360,11 +370,12 @@ class Agent:
 
     def _state(self) -> Iterable[Metric]:
         n = self.node
+        candidates = n.candidates()
         return node_state(
             in_flight=len(self.pods.slots),
             artifacts={x.content: x.bytes for x in n.stored.values()},
-            quarantined=[x.name for x in n.candidates() if x.quarantined],
-            slower=[x.name for x in n.candidates() if x.slower is not None],
+            quarantined=[x.name for x in candidates if x.quarantined],
+            slower=[x.name for x in candidates if x.slower is not None],
             capable=n.health.capable,
             usage=n.usage,
             room=n.room.left(n.usage),
@@ -480,11 +491,7 @@ async def run(config: Config, make: Callable[[Config], NodeOps]) -> None:
     ops = make(config)
     canary = Canary()
     async with await Kube.connect(config.kubeconfig or None) as kube:
-        agent = Agent(config, ops, kube, canary.ask)
-        for number in (signal.SIGTERM, signal.SIGINT):
-            loop.add_signal_handler(number, agent.stop)
-        if stop.is_set():
-            agent.stop()
+        agent = Agent(config, ops, kube, canary.ask, stop=stop)
         try:
             await agent.run()
         finally:
