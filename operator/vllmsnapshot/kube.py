@@ -152,6 +152,8 @@ class Kube:
         sys.setrecursionlimit(max(sys.getrecursionlimit(), JSON_DEPTH + 2_000))
         self._client = client
         self.observe: Callable[[Call], None] = lambda _: None
+        self.refused_since: float | None = None
+        """Since when (monotonic seconds) every answer has been a 401; None: the last one was another."""
 
     @classmethod
     async def connect(cls, kubeconfig: str | None = None, context: str | None = None) -> Kube:
@@ -228,9 +230,14 @@ class Kube:
             if response.status < 400:
                 return response
             raw = await response.read()
-        except (aiohttp.ClientError, TimeoutError, OSError) as e:
+        except (aiohttp.ClientError, TimeoutError, OSError, kube_config.ConfigException) as e:
+            # The last: the token's file, which is read again each minute, is empty.
             raise ApiError(0, "TransportError", f"{method} {path}: {type(e).__name__}: {e}") from e
         finally:
+            if status and status != 401:
+                self.refused_since = None
+            elif status and self.refused_since is None:
+                self.refused_since = time.monotonic()
             self.observe(Call.of(method, path, params, status, time.monotonic() - began))
         raise _error(response.status, raw, response.headers.get("Retry-After"))
 

@@ -21,17 +21,6 @@ ALLOWED: Final = (
 )
 """Errors that may be logged (regular expression over logger and message), each with the reason."""
 
-REFUSED: Final = "Ran out of valid credentials"
-"""An API server that has just been started may answer 401. To kopf a credential that was refused once is void for ever, so the
-operator ends, and is restarted by the kubelet (docs/limitations.md)."""
-
-ITS_END: Final = (
-    (rf"kopf\._core\.reactor\.\w+ .*{REFUSED}", "a watcher of kopf's, and what runs them"),
-    (r"asyncio Task exception was never retrieved", "kopf's other watchers"),
-    (r"vllmsnapshot\.operator the operator ends", "what the operator makes of it"),
-)
-"""The same for a container in which kopf has said so, and for no other."""
-
 
 class LogKeeper:
     """Copies every line of the system's containers into one file, for the length of a block."""
@@ -89,16 +78,13 @@ class LogKeeper:
         told: Counter[str] = Counter()
         levels: dict[str, bool] = {}
         """By container: whether its last record was one of the levels that explain a traceback below it."""
-        lines = [line.partition(" ")[::2] for line in self.copy.read_text().splitlines()]
-        refused = {container for container, text in lines if REFUSED in text}
-        for container, text in lines:
+        for container, _, text in (line.partition(" ") for line in self.copy.read_text().splitlines()):
             found = _RECORD.match(text)
             if found:
                 level, logger, message = found.groups()
                 levels[container] = level in ("WARNING", "ERROR", "CRITICAL")
                 key = _general(f"{level} {logger} {message}")
-                allowed = ALLOWED + (ITS_END if container in refused else ())
-                if level == "WARNING" or any(re.search(pattern, f"{logger} {message}") for pattern, _ in allowed):
+                if level == "WARNING" or any(re.search(pattern, f"{logger} {message}") for pattern, _ in ALLOWED):
                     told[key] += 1
                 elif levels[container]:
                     errors[key] += 1

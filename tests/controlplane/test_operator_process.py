@@ -15,6 +15,7 @@ import aiohttp
 import pytest
 
 from tests.cluster import Cluster
+from tests.controlplane.front import Front
 from tests.controlplane.scripted_agent import World, delete_all
 from vllmsnapshot import logs
 from vllmsnapshot.controller.app import Operator, Options
@@ -87,8 +88,8 @@ async def apply(kube: Kube, name: str = "smol", **spec: object) -> None:
 @contextlib.asynccontextmanager
 async def running(cluster: Cluster, kube: Kube, monkeypatch: pytest.MonkeyPatch, **options: object) -> AsyncIterator[Operator]:
     """An operator in this process."""
-    monkeypatch.setenv("KUBECONFIG", str(cluster.kubeconfig))
     settings = {"agent_namespace": SYSTEM, "health_port": 0, "resync_s": 600.0, "kubeconfig": str(cluster.kubeconfig), **options}
+    monkeypatch.setenv("KUBECONFIG", str(settings["kubeconfig"]))
     operator = Operator(kube, Options(**settings))  # type: ignore[arg-type]
     stop = asyncio.Event()
     task = asyncio.create_task(operator.run(stop))
@@ -184,6 +185,45 @@ async def test_events_that_nobody_saw_are_made_up_for(cluster: Cluster, world: W
         async for event in kube.watch(CONTENTS):
             if event.type == "DELETED" or (event.type == "SYNC" and not event.items):
                 break
+
+
+async def test_an_api_server_that_answers_401_for_a_while_ends_nothing(
+    cluster: Cluster, world: World, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, tmp_path: Path
+) -> None:
+    """As one does that has just been started. The credentials are good all the time: nobody replaces them."""
+    async with Front().listening(cluster.kubeconfig) as front:
+        kubeconfig = front.kubeconfig(tmp_path / "kubeconfig", "good")
+        async with (
+            await Kube.connect(str(kubeconfig)) as kube,
+            running(cluster, kube, monkeypatch, kubeconfig=str(kubeconfig)) as operator,
+        ):
+            await apply(world.kube, replicas=1)
+            await until(world.kube, "smol", ready("1/1"))
+            async with asyncio.timeout(LIMIT_S):
+                began = asyncio.get_running_loop().time()
+                await front.refuse()
+                # Each of the four watches is refused with each of three logins.
+                await front.refusals("kopf", 12)
+                asked = front.count("kopf")
+                lasted = asyncio.get_running_loop().time() - began
+            status, text = await get(operator.health.port, "/readyz")
+            assert status == 503
+            assert "401" in text
+            assert (await get(operator.health.port, "/healthz"))[0] == 200, "a restart has no better credentials"
+            assert [r for r in caplog.records if r.levelname == "WARNING" and "refuses our credentials (401)" in r.message]
+            # No busy loop: no more logins than the pauses between them leave room for, however slow this machine is.
+            logins = next(n for n in range(1, 100) if sum(min(30.0, 2.0**x) for x in range(n)) > lasted)
+            assert asked <= 4 * logins
+            await apply(world.kube, "late", replicas=1)
+            front.accept()
+            # The resync is off (600 s): it is kopf that has come back, and has heard of what nobody told it meanwhile.
+            await until(world.kube, "late", ready("1/1"))
+            # And it can be ended in the middle of another one.
+            seen = front.count("kopf")
+            async with asyncio.timeout(LIMIT_S):
+                await front.refuse()
+                await front.refusals("kopf", seen + 4)
+    assert not [r for r in caplog.records if "valid credentials" in r.getMessage()]
 
 
 async def test_a_watch_that_dies_ends_the_process(cluster: Cluster, world: World, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import AsyncIterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,9 +15,10 @@ from aiohttp import web
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from tests.unit.agentbox import ScriptedOps
 from vllmsnapshot.agent import config, restore
 from vllmsnapshot.agent.accelerator import Cpu
-from vllmsnapshot.agent.app import Loop
+from vllmsnapshot.agent.app import REFUSED_S, Agent, Loop
 from vllmsnapshot.agent.cache import Cache
 from vllmsnapshot.agent.canary import Canary
 from vllmsnapshot.agent.containers import Container, Process
@@ -26,7 +28,7 @@ from vllmsnapshot.agent.slots import Slots
 from vllmsnapshot.agent.store import Manifest
 from vllmsnapshot.agent.watcher import Watcher
 from vllmsnapshot.api.constants import Reason
-from vllmsnapshot.kube import PODS, ApiError
+from vllmsnapshot.kube import PODS, ApiError, Kube, WatchEvent
 
 # --- inotify ---------------------------------------------------------------------------------------------------------
 
@@ -195,7 +197,9 @@ async def test_only_the_newest_message_is_written() -> None:
     assert not box.waits("k")
 
 
-@pytest.mark.parametrize(("status", "tries", "calls"), [(500, None, 3), (0, None, 3), (404, None, 1), (403, 5, 1), (500, 2, 2)])
+@pytest.mark.parametrize(
+    ("status", "tries", "calls"), [(500, None, 3), (0, None, 3), (401, None, 3), (404, None, 1), (403, 5, 1), (500, 2, 2)]
+)
 async def test_what_is_tried_again(status: int, tries: int | None, calls: int) -> None:
     box, called = Outbox(retry_s=0.001), []
 
@@ -228,6 +232,53 @@ def test_an_older_event_never_replaces_a_newer_version_but_a_list_does() -> None
     assert cache.get("a") == obj("a", 3)
     assert changed == ["a", "b", "b", "a"]
     assert list(cache) == ["a"]
+
+
+async def test_a_watch_that_is_refused_is_pending_work(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """An API server that has just been started answers 401 for a moment; one that lasts is in the log, and what is known stays."""
+
+    class Refusing:
+        tries = 0
+
+        async def watch(self, *_: Any, **__: Any) -> AsyncIterator[WatchEvent]:
+            self.tries += 1
+            if self.tries in (2, 3):
+                raise ApiError(401, "Unauthorized", "Unauthorized")
+            yield WatchEvent("SYNC", {}, (obj("a", self.tries),))
+            if self.tries == 4:
+                await asyncio.Event().wait()
+
+    monkeypatch.setattr("vllmsnapshot.agent.cache.RETRY_S", 0.0)
+    changed: asyncio.Queue[str] = asyncio.Queue()
+    cache = Cache(PODS, lambda x: str(x["metadata"]["uid"]), changed.put_nowait)
+    task = asyncio.create_task(cache.follow(cast(Any, Refusing()), labels=""))
+    async with asyncio.timeout(30):
+        assert [await changed.get(), await changed.get()] == ["a", "a"]
+    assert cache.get("a") == obj("a", 4)
+    assert [x for x in caplog.messages if "401" in x] == ["watch of pods: 401 Unauthorized: Unauthorized"] * 2
+    task.cancel()
+
+
+async def test_an_agent_that_is_refused_for_long_is_not_ready(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The operator then answers for the node's replicas. Not at once: an API server that has just been started refuses, too."""
+    (tmp_path / "pods").mkdir()
+    kube = Kube(cast(Any, None))
+    settings = config.Config(node_name="n", kubelet_dir=str(tmp_path), store_dir=str(tmp_path / "store"))
+    agent = Agent(settings, ScriptedOps(lambda _: None), kube, cast(Any, None))
+    agent._examined = True
+    agent.node.pods.synced.set()
+    agent.node.contents.synced.set()
+    assert agent.ready
+    now = [1000.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
+    kube.refused_since = 1000.0
+    now[0] += REFUSED_S
+    assert agent.ready
+    now[0] += 0.1
+    answer = await agent._readyz(cast(Any, None))
+    assert (answer.status, answer.text) == (503, "not ready: the API server refuses our credentials (401)\n")
+    kube.refused_since = None
+    assert agent.ready
 
 
 def test_slots_are_given_in_order() -> None:

@@ -363,20 +363,3 @@ async def test_logs_of_containers_that_are_gone_are_kept_and_judged(tmp_path: Pa
     bad, told = keeper.verdict()
     assert bad == ["ERROR vllmsnapshot.agent pod N broke (2 times)", "a traceback of no record (1 times)"]
     assert told == {"WARNING vllmsnapshot.agent pod N: slow": 1}
-
-
-async def test_what_kopf_makes_of_a_401_is_allowed_where_it_has_said_so_only(tmp_path: Path) -> None:
-    end = [
-        "2026-01-01 00:00:00,001 ERROR   kopf._core.reactor.running Watcher has failed: Ran out of valid credentials. Consider",
-        "2026-01-01 00:00:00,001 ERROR   asyncio Task exception was never retrieved",
-        "2026-01-01 00:00:00,002 ERROR   vllmsnapshot.operator the operator ends",
-    ]
-    (tmp_path / "copy.log").write_text(
-        "".join(f"operator-a/0 {x}\n" for x in end) + "".join(f"operator-a/1 {x}\n" for x in end[1:])
-    )
-    bad, told = LogKeeper(tmp_path / "pods", tmp_path / "copy.log").verdict()
-    assert bad == [
-        "ERROR asyncio Task exception was never retrieved (1 times)",
-        "ERROR vllmsnapshot.operator the operator ends (1 times)",
-    ]
-    assert sum(told.values()) == 3

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import datetime
 import json
 import random
 from collections.abc import AsyncIterator, Awaitable, Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 from aiohttp import web
 from kubernetes.aio.client.api_client import ApiClient
 from kubernetes.aio.client.configuration import Configuration
+from kubernetes.aio.config.incluster_config import InClusterConfigLoader
 
 from vllmsnapshot import kube as module
 from vllmsnapshot.kube import MAX_RETRY_AFTER_S, PODS, ApiError, Kube, WatchEvent
@@ -277,6 +281,48 @@ async def test_a_watch_that_breaks_lists_again(lab: Lab, quick: None, script: li
     assert names(found) == ["SYNC", "SYNC", "p2"]
     assert [item["metadata"]["name"] for item in found[1].items] == ["p1"]
     assert stream.lists == 2
+
+
+async def test_a_client_knows_whether_it_is_refused(lab: Lab) -> None:
+    assert lab.kube.refused_since is None
+    for code, refused in ((401, True), (500, False), (401, True), (404, False)):
+        lab.handler = status(code)
+        with contextlib.suppress(ApiError):
+            await lab.kube.get(PODS, "a", "ns")
+        assert (lab.kube.refused_since is not None) is refused
+
+
+async def test_a_rotated_token_is_read_again_and_an_empty_one_is_waited_for(lab: Lab, tmp_path: Path) -> None:
+    """The token of a service account is a file that the kubelet replaces."""
+    seen: list[str] = []
+
+    async def handler(request: web.Request) -> web.Response:
+        seen.append(request.headers["Authorization"])
+        return web.json_response({})
+
+    lab.handler = handler
+    token, authority = tmp_path / "token", tmp_path / "ca.crt"
+    token.write_text("one")
+    authority.write_text("-")
+    environ = {"KUBERNETES_SERVICE_HOST": "x", "KUBERNETES_SERVICE_PORT": "1"}
+    loader = InClusterConfigLoader(str(token), str(authority), environ=environ)  # type: ignore[no-untyped-call]
+    configuration = lab.kube._client.configuration
+    host = configuration.host
+    loader.load_and_set(configuration)  # type: ignore[no-untyped-call]
+
+    async def ask() -> None:
+        configuration.host = host
+        loader.token_expires_at -= datetime.timedelta(minutes=2)  # the client's own time between two looks is one minute
+        await lab.kube.get(PODS, "a", "ns")
+
+    await ask()
+    token.write_text("")
+    with pytest.raises(ApiError) as e:
+        await ask()
+    assert e.value.status == 0
+    token.write_text("two")
+    await ask()
+    assert seen == ["bearer one", "bearer two"]
 
 
 @pytest.mark.parametrize("code", [401, 403, 404])

@@ -46,6 +46,9 @@ NODE_PAUSE_S = 2.0
 """Least time between two writes of the node's status."""
 NODE_RETRY_S = 10.0
 """After a refused one: nobody waits for it."""
+REFUSED_S = 30.0
+"""For how long every answer is a 401 before we are no longer ready. An API server that has just been started refuses for less; then all
+starts of the node would be cold for nothing."""
 STOP_S = 10.0
 """How long a stop waits for what is being done: most restores and freezes are over by then. Longer work is taken up by the next
 agent from what is written; it cannot start before this one has ended."""
@@ -160,11 +163,17 @@ class Agent:
 
     @property
     def ready(self) -> bool:
-        """Whether pods of this node are answered: lists are in, the node is examined, no stop is under way."""
+        """Whether pods of this node are answered: lists are in, the node is examined, nobody refuses us, no stop is under way."""
         synced = self.node.pods.synced.is_set() and self.node.contents.synced.is_set()
         # Without the kubelet's directory we see no container: better the operator answers for the node's replicas.
         seen = os.path.isdir(os.path.join(self.config.kubelet_dir, "pods"))
-        return self._examined and synced and seen and not self._stop.is_set()
+        return self._examined and synced and seen and not self.refused and not self._stop.is_set()
+
+    @property
+    def refused(self) -> bool:
+        """Whether the API server has known us no more for too long: we hear of no new pod, and cannot report one."""
+        since = self.node.kube.refused_since
+        return since is not None and time.monotonic() - since > REFUSED_S
 
     def stop(self) -> None:
         """Begin the end of `run`."""
@@ -362,7 +371,10 @@ class Agent:
         return handlers
 
     async def _readyz(self, _request: web.Request) -> web.Response:
-        return web.Response(text="ok\n") if self.ready else web.Response(status=503, text="not ready\n")
+        if self.ready:
+            return web.Response(text="ok\n")
+        why = ": the API server refuses our credentials (401)" if self.refused else ""
+        return web.Response(status=503, text=f"not ready{why}\n")
 
     async def _metrics(self, request: web.Request) -> web.Response:
         body, content_type = self.metrics.exposition(request.headers.get("Accept", ""))

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import contextlib
-import dataclasses
 import logging
 import os
 import signal
@@ -26,6 +25,7 @@ from .. import __version__, logs
 from ..api import constants as c
 from ..kube import CONTENTS, NODES, PODS, SNAPSHOT_NODES, SNAPSHOTS, ApiError, Kube
 from .health import Health
+from .login import Login, source
 from .metrics import Metrics
 from .observe import Key
 from .reconcile import Reconciler
@@ -67,11 +67,13 @@ class Operator:
         self.metrics.watch(self.queue, lambda: time.monotonic() - self._resynced)
         self.reconciler = reconciler or Reconciler(kube, options.agent_namespace, metrics=self.metrics)
         self._kube = kube
+        self._login = Login(source(options.kubeconfig))
+        self._awaited = "it is not asked yet"
         self._watching = False
         self._ended = False
         self._resynced = time.monotonic()
         self.health.live = {"watch": self._check_watch, "queue": self._check_queue, "resync": self._check_resync}
-        self.health.ready = {"started": self._check_started}
+        self.health.ready = {"started": self._check_started, "credentials": self._check_credentials}
         self.health.exposition = self.metrics.exposition if options.metrics else None
 
     async def run(self, stop: asyncio.Event) -> None:
@@ -122,6 +124,7 @@ class Operator:
                 return True
             except ApiError as e:
                 log.warning("waiting for the API: %s", e)
+                self._awaited = str(e)
                 self._resynced = time.monotonic()
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(stop.wait(), 2.0)
@@ -148,14 +151,8 @@ class Operator:
         registry = kopf.OperatorRegistry()
 
         @kopf.on.login(registry=registry)
-        async def login(**kwargs: Any) -> kopf.ConnectionInfo | None:
-            # The same choice as Kube.connect makes; kopf reads the file's name from $KUBECONFIG (set in `serve`).
-            inside = None if self.options.kubeconfig else kopf.login_with_service_account(**kwargs)
-            if inside is None:
-                return kopf.login_with_kubeconfig(**kwargs)
-            # kopf takes the server's DNS name, Kube.connect its address: one less thing that may be away.
-            host, port = os.environ["KUBERNETES_SERVICE_HOST"], os.environ["KUBERNETES_SERVICE_PORT"]
-            return dataclasses.replace(inside, server=f"https://{f'[{host}]' if ':' in host else host}:{port}")
+        async def login(**kwargs: Any) -> kopf.ConnectionInfo:
+            return await self._login(**kwargs)
 
         @kopf.on.event(c.GROUP, c.VERSION, SNAPSHOTS.plural, registry=registry)
         async def snapshot_changed(namespace: str | None, name: str | None, **_: Any) -> None:
@@ -188,7 +185,11 @@ class Operator:
     # --- health ------------------------------------------------------------------------------------------------------
 
     def _check_started(self) -> str | None:
-        return None if self._watching else "the API is not reachable yet, or the CRDs are missing"
+        return None if self._watching else f"the API is not reachable yet, or the CRDs are missing: {self._awaited}"
+
+    def _check_credentials(self) -> str | None:
+        # No reason to be restarted while it may be a matter of seconds. If it lasts, the resync does not get through either.
+        return self._login.trouble() if self._kube.refused_since is None else "the API server answers 401 to our requests"
 
     def _check_watch(self) -> str | None:
         return "kopf has ended" if self._ended else None
