@@ -191,6 +191,7 @@ class Init:
 
     def run(self) -> NoReturn:
         """Until the machine says exit."""
+        # In the image those that stop are blocked already when Python starts, and may be pending (Dockerfile.child).
         signal.pthread_sigmask(signal.SIG_BLOCK, WATCHED)
         for fd in os.listdir("/proc/self/fd"):
             # What the runtime left open is not for the server: an unknown descriptor makes the tree impossible to dump.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -52,6 +53,24 @@ def alive(pid: int) -> bool:
     return stat[stat.rindex(")") + 2] not in "ZX"
 
 
+def entry_point() -> list[str]:
+    """How the image starts PID 1."""
+    (found,) = re.findall(r"^ENTRYPOINT (\[.*\])$", (ROOT / "Dockerfile.child").read_text(), re.M)
+    argv: list[str] = json.loads(found)
+    return argv
+
+
+def in_a_namespace(*argv: str) -> list[str]:
+    """A command line that runs this as PID 1 of a PID namespace, ends as it ends, and takes all of it along when it is killed."""
+    return ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", *argv]
+
+
+def first_in(launcher: int) -> int:
+    """PID, as seen here, of what `in_a_namespace` has started."""
+    children = Path(f"/proc/{launcher}/task/{launcher}/children")
+    return int(until(lambda: children.read_text().split() if children.exists() else ["0"], "PID 1")[0])
+
+
 class Container:
     """One container: control and scratch volume, and init as PID 1."""
 
@@ -59,15 +78,22 @@ class Container:
         self.control = directory / "control"
         self.scratch = directory / "scratch"
         self.log_path = directory / "log"
-        for path in (self.control, self.scratch):
+        self.python = directory / "bin/python3"
+        for path in (self.control, self.scratch, self.python.parent):
             path.mkdir(exist_ok=True)
+        self.interpreter()
         self.port = free_port()
         self.launcher: subprocess.Popen[bytes] | None = None
         self.pid = 0
 
+    def interpreter(self, before: str = "") -> None:
+        """Make the image's `python3` this interpreter, with commands of a shell `before` it."""
+        self.python.write_text(f'#!/bin/sh\n{before}\nexec {sys.executable} "$@"\n')
+        self.python.chmod(0o755)
+
     def environment(self, extra: Mapping[str, str]) -> dict[str, str]:
         return {
-            "PATH": os.environ["PATH"],
+            "PATH": f"{self.python.parent}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": PATH,
             "TMPDIR": str(self.scratch),
             "HOSTNAME": "pod-a",
@@ -83,12 +109,10 @@ class Container:
 
     def start(self, *args: str, **env: str) -> None:
         """Start PID 1 with these arguments."""
-        argv = ["unshare", "--pid", "--fork", "--mount-proc", "--kill-child", sys.executable, "-m", "vllmsnapshot_child.init"]
+        argv = in_a_namespace(*entry_point(), "--", *args)
         with self.log_path.open("ab") as log:
-            self.launcher = subprocess.Popen([*argv, "--", *args], env=self.environment(env), stdout=log, stderr=log)
-        launcher = self.launcher.pid
-        children = Path(f"/proc/{launcher}/task/{launcher}/children")
-        self.pid = int(until(lambda: children.read_text().split() if children.exists() else ["0"], "init")[0])
+            self.launcher = subprocess.Popen(argv, env=self.environment(env), stdout=log, stderr=log)
+        self.pid = first_in(self.launcher.pid)
 
     def inside(self, *argv: str, session: bool = True, env: Mapping[str, str] | None = None) -> int:
         """Start a process in the container that PID 1 inherits, as it does a restored tree; its PID there."""

@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.unit.child_harness import Container, alive, container, tree_at_the_barrier, until
-from vllmsnapshot_child import init, protocol
+from tests.unit.child_harness import Container, alive, container, entry_point, tree_at_the_barrier, until
+from vllmsnapshot_child import init, machine, protocol
 from vllmsnapshot_child.protocol import Reason
 from vllmsnapshot_child.settings import seconds
 
@@ -263,6 +263,29 @@ def test_sigterm_while_deciding(pod: Container) -> None:
     pod.hello()
     pod.signal(signal.SIGTERM)
     assert pod.exit_code() == 143
+
+
+def test_sigterm_before_python_has_started_is_not_lost(pod: Container) -> None:
+    """The kernel drops what PID 1 neither handles nor blocks, and nobody sends it again."""
+    begun, gate = pod.control.parent / "begun", pod.control.parent / "gate"
+    os.mkfifo(gate)
+    # Both are of the shell itself: dash unblocks all signals when it has waited for a child.
+    pod.interpreter(f": >{begun}; read _ <{gate}")
+    pod.start()
+    until(begun.exists, "the interpreter's start")
+    pod.signal(signal.SIGTERM)
+    with gate.open("r+b", buffering=0) as opened:
+        opened.write(b"go\n")
+        assert pod.exit_code() == 128 + signal.SIGTERM
+    assert "stopped before the start" in pod.log()
+    assert "cold start" not in pod.log()
+
+
+def test_the_image_blocks_what_stops_pid_1() -> None:
+    env, blocked, *_ = entry_point()
+    assert env == "env"
+    names = blocked.removeprefix("--block-signal=").split(",")
+    assert {signal.Signals[f"SIG{name}"] for name in names} == set(machine.STOP_SIGNALS)
 
 
 def test_who_ignores_sigterm_is_killed_by_the_next(pod: Container) -> None:

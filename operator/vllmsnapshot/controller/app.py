@@ -281,6 +281,8 @@ async def serve(options: Options) -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         asyncio.get_running_loop().add_signal_handler(number, stop.set)
+    # A pod starts this process with both blocked, lest one be lost until now (chart, operator.yaml).
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, (signal.SIGTERM, signal.SIGINT))
     if options.kubeconfig:
         os.environ["KUBECONFIG"] = options.kubeconfig
     # kopf names itself by the user's login name otherwise, and the image's user has none.
