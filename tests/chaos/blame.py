@@ -42,9 +42,15 @@ class Blame:
         """For so long from now nobody's readiness means anything: a kubelet that starts calls every pod not ready until it has probed it."""
         self._calm = self._clock() + seconds
 
-    def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False) -> None:
+    def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False) -> Window:
         """Something is about to be done to a pod."""
-        self.windows.append(Window(snapshot, uid, why, self._clock(), gentle=gentle))
+        window = Window(snapshot, uid, why, self._clock(), gentle=gentle)
+        self.windows.append(window)
+        return window
+
+    def withdraw(self, window: Window) -> None:
+        """It was not done. What was done to the pod before goes on."""
+        self.windows.remove(window)
 
     def over(self, uid: str) -> None:
         """The pod is known to be out of service, or back: whoever is asked from now on is another."""

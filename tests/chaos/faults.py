@@ -197,19 +197,19 @@ class Faults:
 
     def _kill_engine(self, subject: Subject, pod: Object) -> str:
         uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
-        self.blame.strike(subject.name, uid, "its engine was killed")
+        window = self.blame.strike(subject.name, uid, "its engine was killed")
         if not self.node.kill(uid, ENGINE):
-            self.blame.over(uid)
+            self.blame.withdraw(window)
             raise Missed(f"no engine runs in {name}")
         return f"engine of {name}"
 
     def _kill_init(self, subject: Subject, pod: Object) -> str:
         uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
-        self.blame.strike(subject.name, uid, "its container was killed")
+        window = self.blame.strike(subject.name, uid, "its container was killed")
         try:
             _kill(self.node.init(uid))
         except LookupError as e:
-            self.blame.over(uid)
+            self.blame.withdraw(window)
             raise Missed(str(e)) from e
         return f"PID 1 of {name}"
 

@@ -235,11 +235,13 @@ class Run:
             "failed_unexcused": len(guilty),
         }
         self.faults += [f"wrong answer: {text}" for text in traffic.wrong]
-        self.unexplained += [
-            f"request failed without excuse: {f.kind} to {f.snapshot} {f.uid or ''} "
-            f"at {f.began - self._began:.1f}-{f.ended - self._began:.1f}: {f.error}"
-            for f in guilty[:20]
-        ]
+        for episode in traffic.episodes():
+            counted = Counter(f"{f.kind}{' ' + f.uid if f.uid else ''}: {f.error}" for f in episode.failures)
+            said = "; ".join(f"{at - self._began:.1f} {text}" for at, text in episode.before)
+            self.unexplained.append(
+                f"{len(episode.failures)} requests to {episode.snapshot} failed without excuse from {episode.began - self._began:.1f} "
+                f"to {episode.ended - self._began:.1f}: {dict(counted.most_common(5))}; before: {said}"
+            )
         self.unexplained += [
             f"no ready replica of {w.snapshot} from {w.began - self._began:.1f} to {w.ended - self._began:.1f}, and nothing was done to it"
             for w in traffic.blame.outages

@@ -16,7 +16,7 @@ from typing import Final
 
 import aiohttp
 
-from tests.chaos.blame import Blame
+from tests.chaos.blame import LINGER_S, Blame
 from tests.load import KINDS, Load
 from tests.node.snapshot import TOKENS, Snapshot, answer, restarts
 from tests.nodeview import NodeView
@@ -30,6 +30,8 @@ PAUSE_S: Final = 0.2
 ORPHANED_S: Final = 60.0
 """How long a pod that is gone from the API may still answer over a connection that was kept: one that was deleted without a grace period
 goes on until the kubelet, which may be away, gets to it."""
+LOOK_BACK_S: Final = 30.0
+"""How much of what came before a failure is told with it."""
 _SIZE: Final = "--memory-mib="
 
 
@@ -70,6 +72,8 @@ class Traffic:
     wrong: list[str] = field(default_factory=list)
     answered: Counter[str] = field(default_factory=Counter)
     failures: list[Failure] = field(default_factory=list)
+    history: list[tuple[float, str, str]] = field(default_factory=list)
+    """What the API said when about which snapshot's replicas."""
     alarm: asyncio.Event = field(default_factory=asyncio.Event)
     """Set by the first wrong answer."""
 
@@ -90,6 +94,37 @@ class Traffic:
                 excused[why] += 1
         return excused, guilty
 
+    def episodes(self) -> list[Episode]:
+        """Failures that nothing excuses, those of a snapshot that follow each other closely together, with what led to them."""
+        found: list[Episode] = []
+        for failure in sorted(self.judged()[1], key=lambda f: (f.snapshot, f.began)):
+            if not found or found[-1].snapshot != failure.snapshot or failure.began > found[-1].ended + LINGER_S:
+                found.append(Episode(failure.snapshot, failure.began))
+            found[-1].failures.append(failure)
+        for episode in found:
+            episode.before = [
+                (at, text)
+                for at, name, text in self.history
+                if name == episode.snapshot and episode.began - LOOK_BACK_S <= at <= episode.ended
+            ]
+        return found
+
+
+@dataclass
+class Episode:
+    """Requests that failed one after the other without an excuse."""
+
+    snapshot: str
+    began: float
+    failures: list[Failure] = field(default_factory=list)
+    before: list[tuple[float, str]] = field(default_factory=list)
+    """What the API said of its replicas until its end."""
+
+    @property
+    def ended(self) -> float:
+        """When the last one failed."""
+        return max((failure.ended for failure in self.failures), default=self.began)
+
 
 class Subject(Snapshot):
     """A snapshot under chaos: its replicas are asked, judged, and watched for who may be routed to."""
@@ -104,6 +139,7 @@ class Subject(Snapshot):
         """By identity."""
         self._pods: dict[str, tuple[Object, float]] = {}
         """By UID, with the time at which each was last there."""
+        self._gone: set[str] = set()
         self._serving = False
 
     # --- who is there ---
@@ -123,15 +159,20 @@ class Subject(Snapshot):
         for uid in self._pods.keys() - present.keys():
             if not (event.type == "DELETED" and event.object["metadata"]["uid"] != uid):
                 self.blame.over(uid)
+                if uid not in self._gone:
+                    self._gone.add(uid)
+                    self.traffic.history.append((now, self.name, f"{self._pods[uid][0]['metadata']['name']} gone"))
         for uid, pod in present.items():
             before = self._pods.get(uid, ({}, 0.0))[0]
             self.sizes[pod["metadata"]["labels"][c.LABEL_IDENTITY]] = size_of(pod)
             if "deletionTimestamp" in pod["metadata"] and "deletionTimestamp" not in before.get("metadata", {}):
                 self.blame.strike(self.name, uid, "ended gracefully", gentle=True)
-            # Only what changes is news of the kill: a state that the kubelet had not told before may come later than it.
-            unready = bool(before) and condition(before, "Ready") == "True" != condition(pod, "Ready")
-            if unready or (before and _restarts(pod) > _restarts(before)):
+            # Only what changes is news of the kill: a state that the kubelet had not told before may come later than it. Not that it
+            # is not ready any more: a kubelet that has started calls every pod so for a moment, and goes on without a look at it.
+            if before and (_restarts(pod) > _restarts(before) or (_runs(before) and not _runs(pod))):
                 self.blame.over(uid)
+            if (state := _state(pod)) != (_state(before) if before else ""):
+                self.traffic.history.append((now, self.name, f"{pod['metadata']['name']} {state}"))
             self._pods[uid] = pod, now
         serving = any(serves(pod) for pod in present.values())
         if serving and not self._serving:
@@ -209,6 +250,22 @@ class Subject(Snapshot):
 
 def _restarts(pod: Object) -> int:
     return restarts(pod) if pod.get("status", {}).get("containerStatuses") else 0
+
+
+def _runs(pod: Object) -> bool:
+    """Whether the API calls the engine's container running."""
+    statuses = pod.get("status", {}).get("containerStatuses") or []
+    return any(status["name"] == c.CONTAINER and "running" in status.get("state", {}) for status in statuses)
+
+
+def _state(pod: Object) -> str:
+    """What a request's fate depends on, in words."""
+    words = ["ready" if condition(pod, "Ready") == "True" else "not ready", "running" if _runs(pod) else "not running"]
+    if count := _restarts(pod):
+        words.append(f"{count} restarts")
+    if "deletionTimestamp" in pod["metadata"]:
+        words.append("being deleted")
+    return ", ".join(words)
 
 
 Say = Callable[[str], None]

@@ -194,13 +194,15 @@ def test_the_time_in_which_failures_are_excused_is_told(blame: Blame, clock: Clo
 # --- the judge ---
 
 
-def pod(name: str, mib: int, *, ready: bool = True, restarts: int = 0, **meta: str) -> Object:
+def pod(name: str, mib: int, *, ready: bool = True, restarts: int = 0, runs: bool = True, **meta: str) -> Object:
     return {
         "metadata": {"name": name, "uid": f"uid-{name}", "labels": {c.LABEL_IDENTITY: f"id-{mib}"}, **meta},
         "spec": {"containers": [{"name": c.CONTAINER, "args": [size_argument(mib)]}]},
         "status": {
             "conditions": [{"type": "Ready", "status": str(ready)}],
-            "containerStatuses": [{"name": c.CONTAINER, "restartCount": restarts}],
+            "containerStatuses": [
+                {"name": c.CONTAINER, "restartCount": restarts, "state": {"running" if runs else "terminated": {}}}
+            ],
         },
     }
 
@@ -262,8 +264,27 @@ def test_a_killed_replica_is_blamed_until_it_is_known_to_be_out_of_service(subje
     there(subject, pod("a-0", 2), pod("a-1", 2))  # nobody knows yet
     clock.now = 130
     assert blame.excuse("a", 129, 130) == "killed"
-    there(subject, pod("a-0", 2, ready=False), pod("a-1", 2))
+    there(subject, pod("a-0", 2, ready=False, runs=False), pod("a-1", 2))
     assert blame.excuse("a", 130 + LINGER_S + 1, 140) is None
+
+
+def test_a_kubelet_that_starts_does_not_end_the_blame(subject: Subject, blame: Blame, clock: Clock) -> None:
+    """It calls every pod not ready, and then ready as before, until it comes to look at the one that was killed."""
+    there(subject, pod("a-0", 2), pod("a-1", 2))
+    blame.strike("a", "uid-a-0", "killed")
+    there(subject, pod("a-0", 2, ready=False), pod("a-1", 2))
+    there(subject, pod("a-0", 2), pod("a-1", 2))
+    clock.now = 150
+    assert blame.excuse("a", 140, 150) == "killed"
+
+
+def test_what_was_not_done_excuses_nothing_and_ends_nothing(blame: Blame, clock: Clock) -> None:
+    blame.strike("a", "uid", "killed")
+    clock.now = 110
+    blame.withdraw(blame.strike("a", "uid", "killed again"))
+    assert blame.excuse("a", 150, 151) == "killed"
+    blame.withdraw(blame.strike("b", "other", "killed"))
+    assert blame.excuse("b", 109, 111) is None
 
 
 def test_old_news_does_not_end_the_blame(subject: Subject, blame: Blame, clock: Clock) -> None:
@@ -296,6 +317,20 @@ def test_failures_are_sorted_into_excused_and_not(subject: Subject, blame: Blame
     excused, guilty = Failure("a", "new", 100, 101, "cut"), Failure("a", "new", 90, 91, "cut")
     subject.traffic.failures = [excused, guilty]
     assert subject.traffic.judged() == ({"killed": 1}, [guilty])
+
+
+def test_failures_without_an_excuse_are_told_with_what_led_to_them(subject: Subject, clock: Clock) -> None:
+    there(subject, pod("a-0", 2))
+    said = subject.traffic.history[0][0]
+    there(subject, pod("a-0", 2))
+    there(subject)
+    there(subject)
+    first, second, late = (Failure("a", "new", said + at, said + at + 0.5, "cut") for at in (1, 2, 100))
+    subject.traffic.failures = [late, first, second]
+    one, other = subject.traffic.episodes()
+    assert (one.failures, one.began, one.ended) == ([first, second], said + 1, said + 2.5)
+    assert [text for _, text in one.before] == ["a-0 ready, running", "a-0 gone"]
+    assert (other.failures, other.before) == ([late], [])
 
 
 # --- the node ---
