@@ -12,6 +12,7 @@ import os
 import re
 import signal
 import time
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -116,6 +117,12 @@ class NodeView:
                 os.kill(pid, signal.SIGKILL)
         return len(doomed)
 
+    # --- network ---
+
+    def routes(self) -> dict[str, frozenset[str]]:
+        """Where kube-proxy's rules lead requests: addresses with ports by namespace and name of the Service."""
+        return destinations(self.cluster.exec(["iptables-save", "-t", "nat"], timeout=60))
+
     # --- control files ---
 
     def control(self, pod_uid: str) -> Path:
@@ -167,6 +174,15 @@ class NodeView:
         found = sorted(directory.rglob("pages-*.img"), key=lambda p: p.stat().st_size)
         assert found, f"no pages in {directory}: {sorted(str(p) for p in directory.rglob('*'))}"
         return found
+
+
+def destinations(rules: str) -> dict[str, frozenset[str]]:
+    """Addresses with ports by NAMESPACE/NAME of a Service, out of what iptables-save prints of kube-proxy's rules."""
+    found = defaultdict(set)
+    for line in rules.splitlines():
+        if line.startswith("-A KUBE-SEP-") and (match := re.search(r'--comment "?([^\s":]+).* --to-destination (\S+)', line)):
+            found[match[1]].add(match[2])
+    return {service: frozenset(addresses) for service, addresses in found.items()}
 
 
 def flip(files: list[Path], needle: bytes, *, keep_time: bool = False) -> Path:

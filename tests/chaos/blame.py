@@ -1,6 +1,7 @@
 """Which request may fail: one that may have gone to a replica that was being killed, or for which no replica was there. Pure.
 
-A graceful end (deleted, scaled down, rolled) is no excuse for a request to the Service: draining promises that none is cut.
+A graceful end (deleted, scaled down, rolled) is no excuse for a request to the Service: draining promises that none is cut. But it is
+where kube-proxy has not been told of it, because the API server was away: its clients ask again after up to a minute.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 LINGER_S: Final = 5.0
-"""How long kube-proxy may still route to a replica that the API calls not ready: two of its syncs and a slow machine."""
+"""How long a request may have been on its way after the last look at kube-proxy's rules that still led it to the replica."""
 
 
 @dataclass
@@ -37,10 +38,15 @@ class Blame:
         """Times without a ready replica that nothing done here explains."""
         self._clock = clock
         self._calm = 0.0
+        self._blind = 0.0
 
     def unsettle(self, seconds: float) -> None:
         """For so long from now nobody's readiness means anything: a kubelet that starts calls every pod not ready until it has probed it."""
         self._calm = self._clock() + seconds
+
+    def blind(self, seconds: float) -> None:
+        """For so long from now kube-proxy may not know of what ends: the API server was away."""
+        self._blind = self._clock() + seconds
 
     def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False) -> Window:
         """Something is about to be done to a pod."""
@@ -73,6 +79,23 @@ class Blame:
             if window.snapshot == snapshot and not window.uid and window.ended == math.inf:
                 window.ended = self._clock()
 
+    def still_routed(self, uid: str) -> None:
+        """kube-proxy has a rule that leads to this pod, which does not serve."""
+        now = self._clock()
+        mine = [window for window in self.windows if window.uid == uid]
+        for window in mine:
+            _prolong(window, now)
+        blamed = any(not window.gentle and now <= window.ended + LINGER_S for window in mine)
+        gentle = next((window for window in mine if window.gentle), None)
+        if gentle is not None and not blamed and now < self._blind:
+            self.windows.append(Window(gentle.snapshot, uid, "it ended before kube-proxy was told", gentle.began, now))
+
+    def unrouted(self, snapshot: str) -> None:
+        """kube-proxy has no rule that leads to a replica that is ready."""
+        for window in self.windows:
+            if window.snapshot == snapshot and not window.uid:
+                _prolong(window, self._clock())
+
     def excuse(self, snapshot: str, began: float, ended: float, uid: str | None = None) -> str | None:
         """Why a request to the Service, or with `uid` to one replica, may have failed; None: it may not."""
         return next((window.why for window in self._excusing(snapshot, uid) if _met(window, began, ended)), None)
@@ -90,6 +113,12 @@ class Blame:
         for window in self.windows:
             if window.snapshot == snapshot and (not window.gentle if uid is None else window.uid == uid):
                 yield window
+
+
+def _prolong(window: Window, now: float) -> None:
+    """What has just ended has not ended yet. What ended longer ago has: its address may be another's by now."""
+    if window.ended <= now <= window.ended + LINGER_S:
+        window.ended = now
 
 
 def _met(window: Window, began: float, ended: float) -> bool:

@@ -35,6 +35,9 @@ PATIENCE_S: Final = 60.0
 """How long an action waits for what it is to interrupt."""
 KUBELET_S: Final = 60.0
 """How long a kubelet that was started may take until it has probed every pod; fifteen seconds on a busy machine."""
+WATCH_AGAIN_S: Final = 60.0
+"""How long a client of an API server that was away may wait until it asks again: client-go's reflectors double their pause up to 30
+seconds, and draw as much again."""
 API_S: Final = 180.0
 """How long it waits for an API server."""
 
@@ -349,6 +352,8 @@ class Faults:
                 if name == "kubelet":
                     self.blame.unsettle(KUBELET_S)
                 await asyncio.to_thread(cluster.start_daemon, name)
+                if name == "kube-apiserver":
+                    self.blame.blind(WATCH_AGAIN_S)
             finally:
                 self._away.discard(name)
         return f"away for {action.seconds:.1f} s"

@@ -27,6 +27,8 @@ from vllmsnapshot.kube import SNAPSHOTS, ApiError, Object
 STORE_MIB: Final = 1536
 """Size of the disk of the artifacts, which is the cluster's own (a tmpfs): filling it fills nothing else. Each takes about 20, and the
 agent calls a node with less than 1024 free not capable."""
+ROUTES_S: Final = 0.5
+"""Between two looks at kube-proxy's rules."""
 CONVERGE_S: Final = 600.0
 """How long the system may take to come to rest: the kubelet's back-off of a container that was killed often is minutes."""
 
@@ -121,8 +123,8 @@ class Run:
             audit = audits.Audit(system, node, subjects)
             before = audits.sizes(node)
             faults = Faults(system, node, subjects)
-            supervisor = asyncio.create_task(faults.supervise())
-            stack.callback(supervisor.cancel)
+            for task in (faults.supervise(), self._follow_routes(node, subjects)):
+                stack.callback(asyncio.create_task(task).cancel)
             self.note(f"warm: {len(subjects)} snapshots, 2 replicas each; seed {self.seed}, {len(self.actions)} actions")
             asked = time.monotonic()
             async with contextlib.AsyncExitStack() as asking:
@@ -155,6 +157,15 @@ class Run:
         bad, told = kept.verdict()
         self.faults += [f"logged: {line}" for line in bad]
         self.facts["warnings"] = told
+
+    async def _follow_routes(self, node: NodeView, subjects: list[Subject]) -> None:
+        """Tell each snapshot for ever where requests to its Service go."""
+        while True:
+            with contextlib.suppress(ClusterError):
+                routes = await asyncio.to_thread(node.routes)
+                for subject in subjects:
+                    subject.routed(routes.get(f"{subject.namespace}/{subject.name}", frozenset()))
+            await asyncio.sleep(ROUTES_S)
 
     # --- acts ---
 

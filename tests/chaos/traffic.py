@@ -10,7 +10,7 @@ import contextlib
 import json
 import time
 from collections import Counter
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Set
 from dataclasses import dataclass, field
 from typing import Final
 
@@ -141,6 +141,7 @@ class Subject(Snapshot):
         """By UID, with the time at which each was last there."""
         self._gone: set[str] = set()
         self._serving = False
+        self._destinations: Set[str] = frozenset()
 
     # --- who is there ---
 
@@ -172,7 +173,7 @@ class Subject(Snapshot):
             if before and (_restarts(pod) > _restarts(before) or (_runs(before) and not _runs(pod))):
                 self.blame.over(uid)
             if (state := _state(pod)) != (_state(before) if before else ""):
-                self.traffic.history.append((now, self.name, f"{pod['metadata']['name']} {state}"))
+                self.traffic.history.append((now, self.name, f"{pod['metadata']['name']} ({_address(pod)}) {state}"))
             self._pods[uid] = pod, now
         serving = any(serves(pod) for pod in present.values())
         if serving and not self._serving:
@@ -180,6 +181,19 @@ class Subject(Snapshot):
         elif self._serving and not serving:
             self.blame.nobody(self.name, wanted=self.wanted)
         self._serving = serving
+
+    def routed(self, destinations: Set[str]) -> None:
+        """kube-proxy's rules lead requests to the Service to these addresses now."""
+        serving = {_address(pod) for pod in self.seen.present if serves(pod)}
+        if not destinations & serving:
+            self.blame.unrouted(self.name)
+        for uid, (pod, _) in self._pods.items():
+            if _address(pod) in destinations - serving:
+                self.blame.still_routed(uid)
+        if destinations != self._destinations:
+            self._destinations = destinations
+            told = ", ".join(sorted(destinations)) or "nowhere"
+            self.traffic.history.append((time.monotonic(), self.name, f"routed to {told}"))
 
     def _recent(self) -> list[Object]:
         """Pods that a request may have gone to."""
@@ -250,6 +264,11 @@ class Subject(Snapshot):
 
 def _restarts(pod: Object) -> int:
     return restarts(pod) if pod.get("status", {}).get("containerStatuses") else 0
+
+
+def _address(pod: Object) -> str:
+    """Where its engine listens or is to listen, as in kube-proxy's rules."""
+    return f"{pod.get('status', {}).get('podIP')}:{pod['metadata'].get('annotations', {}).get(c.ANNOTATION_PORT)}"
 
 
 def _runs(pod: Object) -> bool:

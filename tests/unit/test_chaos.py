@@ -8,7 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from hypothesis import given, settings
@@ -33,7 +33,7 @@ from tests.chaos.schedule import (
 from tests.chaos.traffic import Failure, Subject, Traffic, size_argument
 from tests.cluster import Cluster
 from tests.node.snapshot import answer
-from tests.nodeview import NodeView
+from tests.nodeview import NodeView, destinations
 from tests.system import System
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.kube import Object, WatchEvent
@@ -312,6 +312,72 @@ def test_the_last_replica_that_goes_by_itself_is_an_outage(subject: Subject, bla
     assert len(blame.outages) == 1
 
 
+def routed(name: str, mib: int, address: str, **more: Any) -> Object:
+    """A pod that listens there."""
+    host, _, port = address.partition(":")
+    found = pod(name, mib, **more)
+    found["metadata"]["annotations"] = {c.ANNOTATION_PORT: port}
+    found["status"]["podIP"] = host
+    return found
+
+
+def test_a_killed_replica_is_blamed_while_kube_proxy_still_routes_to_it(subject: Subject, blame: Blame, clock: Clock) -> None:
+    there(subject, routed("a-0", 2, "10.0.0.1:80"), routed("a-1", 2, "10.0.0.2:80"))
+    blame.strike("a", "uid-a-0", "killed")
+    there(subject, routed("a-1", 2, "10.0.0.2:80"))
+    for _ in range(10):
+        subject.routed({"10.0.0.1:80", "10.0.0.2:80"})
+        clock.now += 2
+    assert blame.excuse("a", 118, 118) == "killed"
+    subject.routed({"10.0.0.2:80"})
+    assert blame.excuse("a", 118 + LINGER_S + 0.1, 130) is None
+
+
+def test_an_address_that_is_another_replicas_by_now_blames_nobody(subject: Subject, blame: Blame, clock: Clock) -> None:
+    there(subject, routed("a-0", 2, "10.0.0.1:80"))
+    blame.strike("a", "uid-a-0", "killed")
+    there(subject)
+    clock.now = 102
+    there(subject, routed("a-1", 2, "10.0.0.1:80"))
+    subject.routed({"10.0.0.1:80"})
+    assert blame.windows[0].ended == 100
+    there(subject, routed("a-1", 2, "10.0.0.1:80", ready=False))
+    clock.now = 100 + LINGER_S + 1
+    subject.routed({"10.0.0.1:80"})
+    assert blame.windows[0].ended == 100, "long over"
+
+
+def test_a_graceful_end_excuses_the_service_only_where_kube_proxy_could_not_be_told(
+    subject: Subject, blame: Blame, clock: Clock
+) -> None:
+    there(subject, routed("a-0", 2, "10.0.0.1:80"), routed("a-1", 2, "10.0.0.2:80"))
+    there(subject, routed("a-0", 2, "10.0.0.1:80", deletionTimestamp="now"), routed("a-1", 2, "10.0.0.2:80"))
+    subject.routed({"10.0.0.1:80", "10.0.0.2:80"})
+    assert blame.excuse("a", 100, 101) is None, "slow without a reason"
+    blame.blind(60)
+    for _ in range(40):
+        clock.now += 1
+        subject.routed({"10.0.0.1:80", "10.0.0.2:80"})
+    assert blame.excuse("a", 139, 140) == "it ended before kube-proxy was told"
+    assert len(blame.windows) == 2
+    subject.routed({"10.0.0.2:80"})
+    assert blame.excuse("a", 140 + LINGER_S + 0.1, 150) is None
+
+
+def test_that_no_replica_is_ready_excuses_until_one_is_routed_to(subject: Subject, blame: Blame, clock: Clock) -> None:
+    there(subject, routed("a-0", 2, "10.0.0.1:80"))
+    blame.strike("a", "uid-a-0", "killed")
+    there(subject, routed("a-0", 2, "10.0.0.1:80", ready=False, runs=False))
+    clock.now = 120
+    there(subject, routed("a-0", 2, "10.0.0.1:80", restarts=1))
+    for _ in range(10):
+        subject.routed(frozenset())
+        clock.now += 2
+    assert blame.excuse("a", 138, 139) == "no replica is ready"
+    subject.routed({"10.0.0.1:80"})
+    assert blame.excuse("a", 138 + LINGER_S + 0.1, 150) is None
+
+
 def test_failures_are_sorted_into_excused_and_not(subject: Subject, blame: Blame) -> None:
     blame.strike("a", "uid-a-0", "killed")
     excused, guilty = Failure("a", "new", 100, 101, "cut"), Failure("a", "new", 90, 91, "cut")
@@ -329,11 +395,25 @@ def test_failures_without_an_excuse_are_told_with_what_led_to_them(subject: Subj
     subject.traffic.failures = [late, first, second]
     one, other = subject.traffic.episodes()
     assert (one.failures, one.began, one.ended) == ([first, second], said + 1, said + 2.5)
-    assert [text for _, text in one.before] == ["a-0 ready, running", "a-0 gone"]
+    assert [text for _, text in one.before] == ["a-0 (None:None) ready, running", "a-0 gone"]
     assert (other.failures, other.before) == ([late], [])
 
 
 # --- the node ---
+
+
+def test_routes_are_read_out_of_kube_proxys_rules() -> None:
+    rules = """
+-A KUBE-SEP-5 -s 10.244.0.9/32 -m comment --comment "default/a:http" -j KUBE-MARK-MASQ
+-A KUBE-SEP-5 -p tcp -m comment --comment "default/a:http" -m tcp -j DNAT --to-destination 10.244.0.9:8000
+-A KUBE-SEP-6 -p tcp -m comment --comment "default/a:http" -m tcp -j DNAT --to-destination 10.244.0.10:8000
+-A KUBE-SEP-7 -p tcp -m comment --comment default/b -m tcp -j DNAT --to-destination 192.0.2.1:21100
+-A KUBE-SVC-1 -m comment --comment "default/a:http -> 10.244.0.9:8000" -m statistic --mode random -j KUBE-SEP-5
+"""
+    assert destinations(rules) == {
+        "default/a": frozenset({"10.244.0.9:8000", "10.244.0.10:8000"}),
+        "default/b": frozenset({"192.0.2.1:21100"}),
+    }
 
 
 def test_processes_of_the_cluster_are_those_that_descend_from_its_init() -> None:
