@@ -27,6 +27,8 @@ class Window:
     ended: float = math.inf
     gentle: bool = False
     """A graceful end: excuses direct requests to the pod, and none to the Service."""
+    returns: bool = False
+    """The pod stays, and serves again."""
 
 
 class Blame:
@@ -48,9 +50,9 @@ class Blame:
         """For so long from now kube-proxy may not know of what ends: the API server was away."""
         self._blind = self._clock() + seconds
 
-    def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False) -> Window:
+    def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False, returns: bool = False) -> Window:
         """Something is about to be done to a pod."""
-        window = Window(snapshot, uid, why, self._clock(), gentle=gentle)
+        window = Window(snapshot, uid, why, self._clock(), gentle=gentle, returns=returns)
         self.windows.append(window)
         return window
 
@@ -62,6 +64,12 @@ class Blame:
         """The pod is known to be out of service, or back: whoever is asked from now on is another."""
         for window in self.windows:
             if window.uid == uid and window.ended == math.inf:
+                window.ended = self._clock()
+
+    def answered(self, uid: str, asked: float) -> None:
+        """The pod has answered a request of this time: it serves again, also where no restart was ever told of."""
+        for window in self.windows:
+            if window.uid == uid and window.returns and window.began < asked and window.ended == math.inf:
                 window.ended = self._clock()
 
     def nobody(self, snapshot: str, *, wanted: int) -> None:

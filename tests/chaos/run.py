@@ -138,6 +138,10 @@ class Run:
             self.facts["excusable_share"] = {
                 subject.name: round(blame.excusable_s(subject.name, asked, now) / (now - asked), 2) for subject in subjects
             }
+            hard = sorted((w for w in blame.windows if not w.gentle), key=lambda w: min(w.ended, now) - w.began, reverse=True)
+            self.facts["longest_excuses"] = [
+                f"{w.snapshot} {w.uid}: {w.why}, {w.began - self._began:.1f} to {w.ended - self._began:.1f}" for w in hard[:5]
+            ]
             if not self.faults:
                 found = await audit.all()
                 self.facts["left"] = found

@@ -225,6 +225,7 @@ class Subject(Snapshot):
             return None
         right = answer(mib=size_of(pod))
         self.traffic.answered["direct"] += 1
+        self.blame.answered(pod["metadata"]["uid"], began)
         if text != right:
             self.traffic.accuse(f"{pod['metadata']['name']}: {text!r} instead of {right!r}")
         return text

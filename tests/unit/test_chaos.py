@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
@@ -331,6 +332,17 @@ def test_a_killed_replica_is_blamed_while_kube_proxy_still_routes_to_it(subject:
     assert blame.excuse("a", 118, 118) == "killed"
     subject.routed({"10.0.0.2:80"})
     assert blame.excuse("a", 118 + LINGER_S + 0.1, 130) is None
+
+
+def test_a_killed_replica_that_answers_again_is_blamed_no_more(blame: Blame, clock: Clock) -> None:
+    """The kubelet counts no restart of a container that it had not yet told of, or whose remains are gone."""
+    killed = blame.strike("a", "uid", "killed", returns=True)
+    deleted = blame.strike("a", "uid", "deleted")
+    clock.now = 130
+    blame.answered("uid", 99)
+    assert killed.ended == math.inf, "asked before"
+    blame.answered("uid", 129)
+    assert (killed.ended, deleted.ended) == (130, math.inf)
 
 
 def test_an_address_that_is_another_replicas_by_now_blames_nobody(subject: Subject, blame: Blame, clock: Clock) -> None:
