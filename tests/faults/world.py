@@ -29,7 +29,7 @@ from vllmsnapshot.agent.config import Config
 from vllmsnapshot.agent.control import control_path
 from vllmsnapshot.agent.errors import AgentError, CaptureError, RestoreError
 from vllmsnapshot.agent.local import LocalOps, _stored
-from vllmsnapshot.agent.nodeops import Health, Order, PodRef, Revived, Stored
+from vllmsnapshot.agent.nodeops import Health, Order, PodRef, Revived, Shelf, Stored
 from vllmsnapshot.agent.space import Usage
 from vllmsnapshot.agent.store import Manifest, Store
 from vllmsnapshot.api import constants as c
@@ -300,9 +300,18 @@ class SimOps(LocalOps):
             boot_id=f"boot-{self.world.boot}",
         )
 
+    def shelf(self) -> Shelf:
+        """With a disk of its own."""
+        found = super().shelf()
+        return replace(found, usage=self._alone(found.usage))
+
     def usage(self) -> Usage:
-        """A disk of its own, on which nobody else writes."""
-        return replace(self.store.usage(), free=1 << 40, quota=self.world.quota)
+        """With a disk of its own."""
+        return self._alone(super().usage())
+
+    def _alone(self, usage: Usage) -> Usage:
+        """On a disk on which nobody else writes."""
+        return replace(usage, free=1 << 40, quota=self.world.quota)
 
     def _here(self, pod: PodRef, error: type[CaptureError] | type[RestoreError], reason: str) -> Container:
         container = self.world.containers.get(pod.uid)

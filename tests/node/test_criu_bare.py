@@ -150,7 +150,7 @@ def test_preflight_refuses_what_cannot_travel(criu: Criu, store: Store, trouble:
         assert error.value.reason == reason
         assert words in error.value.message
         assert released == [True], "the server is released although nothing was captured"
-        assert store.manifests() == []
+        assert store.read().manifests == []
         assert list(store.tmp_dir.iterdir()) == []
         assert bare.ask()["echo"] == "hello"
 
@@ -416,7 +416,7 @@ def test_the_container_may_end_during_a_capture(criu: Criu, store: Store, monkey
         with pytest.raises(CaptureError) as error:
             take(bare, store, criu)
         assert error.value.reason == Reason.SOURCE_GONE
-        assert store.manifests() == []
+        assert store.read().manifests == []
         assert list(store.tmp_dir.iterdir()) == []
 
 
@@ -540,7 +540,7 @@ def test_node_operations_as_the_agent_calls_them(criu: Criu, tmp_path: Path) -> 
         assert resumed == [True]
         assert (stored.content_uid, stored.oracle, stored.foreign) == ("u1", oracle, False)
         assert ops.artifact("c1") == stored
-        assert ops.artifacts() == [stored]
+        assert ops.shelf().artifacts == [stored]
         assert ops.artifact("c2") is None
         revived = ops.restore(pod(second), "c1", 60, lambda: None)
         assert revived.pid == before["pid"]
@@ -556,7 +556,7 @@ def test_node_operations_as_the_agent_calls_them(criu: Criu, tmp_path: Path) -> 
             ops.restore(pod(second), "c1", 60, lambda: None)
         ops.delete_artifact("c1")
         ops.delete_artifact("c1")
-        assert ops.artifacts() == []
+        assert ops.shelf().artifacts == []
 
 
 def test_changed_files_of_the_image_travel_and_mounted_ones_do_not(criu: Criu, store: Store) -> None:

@@ -19,7 +19,7 @@ from vllmsnapshot.agent import facts
 from vllmsnapshot.agent.cache import Cache
 from vllmsnapshot.agent.control import Files, control_path, read_files
 from vllmsnapshot.agent.ledger import Ledger
-from vllmsnapshot.agent.nodeops import Digested, Health, Order, PodRef, Revived, Stored
+from vllmsnapshot.agent.nodeops import Digested, Health, Order, PodRef, Revived, Shelf, Stored
 from vllmsnapshot.agent.outbox import Outbox
 from vllmsnapshot.agent.reconcile import Contents, Node, Pods
 from vllmsnapshot.agent.space import Usage
@@ -162,13 +162,13 @@ class ScriptedOps:
     def doctor(self) -> Health:
         return self.health
 
+    def shelf(self) -> Shelf:
+        return Shelf(artifacts=list(self.store.values()), usage=self.usage())
+
     def usage(self) -> Usage:
         return replace(
             self.space, artifacts={x.content: x.bytes for x in self.store.values()} | dict.fromkeys(self.unreadable, 1)
         )
-
-    def artifacts(self) -> Sequence[Stored]:
-        return list(self.store.values())
 
     def artifact(self, content: str) -> Stored | None:
         return self.store.get(content)

@@ -12,9 +12,12 @@ from typing import Any
 
 import pytest
 
+from tests.unit.agentbox import NODE, Box
 from vllmsnapshot.agent import store as module
+from vllmsnapshot.agent.config import Config
 from vllmsnapshot.agent.errors import StoreError
 from vllmsnapshot.agent.identity import FileFact
+from vllmsnapshot.agent.local import LocalOps
 from vllmsnapshot.agent.store import MANIFEST, VERIFIED, Draft, Manifest, Store
 from vllmsnapshot.api.constants import Reason
 
@@ -64,7 +67,7 @@ def test_published_is_read_back_as_it_was(store: Store) -> None:
         assert set(published.files) == {"images/pages-1.img", "images/empty"}
         assert artifact.verify() == 0, "taken from these bytes in this boot"
         assert artifact.verify(full=True) == 2
-    assert [m.content for m in store.manifests()] == ["c1"]
+    assert [m.content for m in store.read().manifests] == ["c1"]
     assert store.usage().used == published.disk_bytes > 0
     assert store.usage().free > 0
 
@@ -72,9 +75,9 @@ def test_published_is_read_back_as_it_was(store: Store) -> None:
 def test_nothing_appears_before_it_is_complete(store: Store) -> None:
     with store.draft("c1") as draft:
         os.close(draft.directory("images"))
-        assert store.manifests() == []
+        assert store.read().manifests == []
         assert not draft.published
-    assert store.manifests() == []
+    assert store.read().manifests == []
     assert list(store.tmp_dir.iterdir()) == []
 
 
@@ -111,7 +114,7 @@ def test_a_failing_disk_leaves_nothing(store: Store, monkeypatch: pytest.MonkeyP
     with pytest.raises(StoreError) as error:
         put(store)
     assert error.value.reason == reason
-    assert store.manifests() == []
+    assert store.read().manifests == []
     assert list(store.tmp_dir.iterdir()) == []
 
 
@@ -124,7 +127,7 @@ def test_leftovers_are_removed_at_the_start_and_the_ledger_is_not(store: Store) 
     store.recover()
     assert list(store.tmp_dir.iterdir()) == []
     assert (store.root / "agent/ledger.json").exists()
-    assert [m.content for m in store.manifests()] == ["c1"]
+    assert [m.content for m in store.read().manifests] == ["c1"]
 
 
 def test_what_could_not_be_removed_is_swept_up_and_nothing_that_is_written(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -226,7 +229,7 @@ def test_a_manifest_of_another_kind_is_refused(store: Store, change: dict[str, A
     with pytest.raises(StoreError) as error:
         store.open("c1")
     assert error.value.reason == Reason.ARTIFACT_CORRUPT
-    assert store.manifests() == []
+    assert store.read().manifests == []
 
 
 def test_unknown_manifest_keys_are_ignored(store: Store) -> None:
@@ -262,8 +265,33 @@ def test_an_artifact_that_cannot_be_read_is_still_listed(store: Store) -> None:
     put(store)
     (store.artifacts_dir / "c1/manifest.json").write_text("torn")
     (store.artifacts_dir / "not a content").mkdir()
-    assert store.manifests() == []
+    found = store.read()
+    assert found.manifests == []
+    assert found.unreadable["c1"].reason == Reason.ARTIFACT_CORRUPT
+    assert found.usage.artifacts["c1"] > 0, "it takes room all the same"
     assert store.names() == ["c1"]
+
+
+async def test_a_look_into_the_store_parses_every_manifest_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A manifest lists every file of its artifact, and the agent looks every minute."""
+    box = Box(tmp_path / "box")
+    ops = LocalOps(Config(node_name=NODE, kubelet_dir=box.kubelet, store_dir=str(tmp_path / "store"), criu_prefix="/none"))
+    published = [put(ops.store, name) for name in ("c1", "c2")]
+    put(ops.store, "torn")
+    (ops.store.artifacts_dir / "torn/manifest.json").write_text("torn")
+    parsed: list[bytes] = []
+    parse = Manifest.from_json
+
+    def counted(raw: bytes) -> Manifest:
+        parsed.append(raw)
+        return parse(raw)
+
+    monkeypatch.setattr(Manifest, "from_json", counted)
+    box.node.ops = ops
+    await box.node.refresh()
+    assert len(parsed) == 3
+    assert {name: stored.digest for name, stored in box.node.stored.items()} == {m.content: m.digest for m in published}
+    assert box.node.usage.artifacts.keys() == {"c1", "c2", "torn"}
 
 
 def test_a_new_capture_replaces_an_old_one(store: Store) -> None:

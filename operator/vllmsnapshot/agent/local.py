@@ -21,7 +21,7 @@ from .config import Config
 from .containers import Container, find, kill_all
 from .criu import Criu, CriuError
 from .errors import AgentError, CaptureError, RestoreError, StoreError
-from .nodeops import Digested, Health, Order, PodRef, Revived, Stored
+from .nodeops import Digested, Health, Order, PodRef, Revived, Shelf, Stored
 from .space import Usage
 from .store import Manifest, Store, boot_id
 
@@ -75,13 +75,16 @@ class LocalOps:
 
     # --- artifacts ---------------------------------------------------------------------------------------------------
 
-    def usage(self) -> Usage:
-        """What the store takes, and what there is."""
-        return self.store.usage()
+    def shelf(self) -> Shelf:
+        """Look through the store. Raises StoreError."""
+        found = self.store.read()
+        for name, error in found.unreadable.items():
+            log.warning("artifact %s: %s", name, error)
+        return Shelf(artifacts=[_stored(m) for m in found.manifests], usage=found.usage)
 
-    def artifacts(self) -> Sequence[Stored]:
-        """All complete artifacts."""
-        return [_stored(m) for m in self.store.manifests()]
+    def usage(self) -> Usage:
+        """What the store takes, and what there is. Raises StoreError."""
+        return self.store.usage()
 
     def artifact(self, content: str) -> Stored | None:
         """The complete artifact of that content, or None."""

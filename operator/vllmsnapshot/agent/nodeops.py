@@ -60,6 +60,16 @@ class Stored:
 
 
 @dataclass(frozen=True, kw_only=True)
+class Shelf:
+    """What the store of this node holds, seen in one pass: reading an artifact means parsing its manifest, which may be large."""
+
+    artifacts: Sequence[Stored]
+    """All complete ones that can be read."""
+    usage: Usage
+    """What they take, with those that cannot be read, and what there is."""
+
+
+@dataclass(frozen=True, kw_only=True)
 class Revived:
     """A tree that CRIU has put back: its root in the container's PID namespace, the memory it takes, and seconds per phase."""
 
@@ -104,11 +114,11 @@ class NodeOps(Protocol):
     def doctor(self) -> Health:
         """Examine the node."""
 
-    def usage(self) -> Usage:
-        """What the store takes, and what there is."""
+    def shelf(self) -> Shelf:
+        """Look through the store."""
 
-    def artifacts(self) -> Sequence[Stored]:
-        """All complete artifacts."""
+    def usage(self) -> Usage:
+        """What the store takes, and what there is: as in the shelf, for those who need no artifact."""
 
     def artifact(self, content: str) -> Stored | None:
         """The complete artifact of that content, or None. Reads the manifest only."""

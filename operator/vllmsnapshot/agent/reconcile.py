@@ -105,8 +105,10 @@ class Node:
 
     async def refresh(self) -> None:
         """Look into the store again."""
-        self.stored = {x.content: x for x in await self.thread(self.ops.artifacts)}
-        await self.measure()
+        shelf = await self.thread(self.ops.shelf)
+        self.stored = {x.content: x for x in shelf.artifacts}
+        self.usage = shelf.usage
+        self.wake_node()
 
     async def measure(self) -> None:
         """See how much room there is."""

@@ -27,7 +27,7 @@ import shutil
 import stat
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from types import TracebackType
@@ -140,6 +140,17 @@ class Manifest:
             raise StoreError(Reason.ARTIFACT_CORRUPT, f"the manifest cannot be read: {e}") from e
 
 
+@dataclass(frozen=True, kw_only=True)
+class Reading:
+    """Everything that is in the store, seen in one pass over the manifests."""
+
+    manifests: Sequence[Manifest]
+    """Of all readable artifacts, by content name."""
+    unreadable: Mapping[str, StoreError]
+    """By content: why the manifest of an artifact that takes room cannot be read."""
+    usage: Usage
+
+
 class Store:
     """The directory tree. Usable from several threads; from one process at a time."""
 
@@ -183,35 +194,35 @@ class Store:
             self._writing.discard(path.name)
 
     def usage(self) -> Usage:
-        """Raises StoreError."""
+        """What the store takes, and what there is. Raises StoreError."""
+        return self.read().usage
+
+    def read(self) -> Reading:
+        """Read every manifest, once. Raises StoreError if the file system cannot be asked; a bad artifact is in the answer."""
         try:
             space = os.statvfs(self.root)
         except OSError as e:
             raise StoreError(Reason.STORE_FAILED, f"the store {self.root} cannot be read: {e}") from e
-        return Usage(
-            artifacts={name: self._bytes(name) for name in self.names()},
+        found: list[Manifest] = []
+        unreadable: dict[str, StoreError] = {}
+        sizes: dict[str, int] = {}
+        for name in self.names():
+            try:
+                manifest = self.manifest(name)
+            except StoreError as e:
+                unreadable[name] = e
+                sizes[name] = _disk_bytes(self.artifacts_dir / name)  # it takes room all the same
+            else:
+                found.append(manifest)
+                sizes[name] = manifest.disk_bytes
+        usage = Usage(
+            artifacts=sizes,
             writing=sum(_disk_bytes(self.tmp_dir / name) for name in list(self._writing)),
             free=space.f_bavail * space.f_frsize,
             quota=self.quota,
             min_free=self.min_free,
         )
-
-    def _bytes(self, content: str) -> int:
-        """On disk. Also of what cannot be read: it takes room all the same."""
-        try:
-            return self.manifest(content).disk_bytes
-        except StoreError:
-            return _disk_bytes(self.artifacts_dir / content)
-
-    def manifests(self) -> list[Manifest]:
-        """Of all readable artifacts, by content name."""
-        found = []
-        for name in self.names():
-            try:
-                found.append(self.manifest(name))
-            except StoreError as e:
-                log.warning("artifact %s: %s", name, e)
-        return found
+        return Reading(manifests=found, unreadable=unreadable, usage=usage)
 
     def names(self) -> list[str]:
         """Contents that have a directory here, readable or not."""
