@@ -364,15 +364,7 @@ class SimOps(LocalOps):
                 raise
             return Revived(pid=engine.pid, phases={"criu": 0.1})
 
-    def capture(
-        self,
-        pod: PodRef,
-        order: Order,
-        oracle: Oracle,
-        foreign: bool,
-        room: Callable[[int], None],
-        on_resumed: Callable[[], None],
-    ) -> Stored:
+    def capture(self, pod: PodRef, order: Order, room: Callable[[int], None], on_resumed: Callable[[], None]) -> Stored:
         """As `capture.capture`: freeze, dump, copy, thaw, digest, publish."""
         container = self._here(pod, CaptureError, Reason.SOURCE_GONE)
         if self.world.undumpable:
@@ -414,7 +406,7 @@ class SimOps(LocalOps):
                 extra={
                     "content_uid": order.content_uid,
                     "identity": order.identity,
-                    "oracle": oracle.to_dict(),
+                    "oracle": order.oracle.to_dict(),
                     "cold_s": order.cold_s,
                 },
             )

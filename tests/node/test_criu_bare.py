@@ -528,7 +528,7 @@ def test_node_operations_as_the_agent_calls_them(criu: Criu, tmp_path: Path) -> 
     assert health.capable, health.message
     assert health.environment["kernelRelease"]
     oracle = Oracle(token_ids=[1], text=" Paris", sampled_token_logprob=-0.1)
-    order = Order(content="c1", content_uid="u1", identity="i1", snapshot_uid="s1", timeout_s=60)
+    order = Order(content="c1", content_uid="u1", identity="i1", snapshot_uid="s1", timeout_s=60, oracle=oracle)
     with Bare(app(5)) as first, Bare() as second:
         ops.raise_pids(pod(first))
         first.go()
@@ -536,7 +536,7 @@ def test_node_operations_as_the_agent_calls_them(criu: Criu, tmp_path: Path) -> 
         before = first.ask()
         assert before["pid"] >= 1000
         resumed: list[bool] = []
-        stored = ops.capture(pod(first), order, oracle, False, lambda _: None, lambda: resumed.append(True))
+        stored = ops.capture(pod(first), order, lambda _: None, lambda: resumed.append(True))
         assert resumed == [True]
         assert (stored.content_uid, stored.oracle, stored.foreign) == ("u1", oracle, False)
         assert ops.artifact("c1") == stored

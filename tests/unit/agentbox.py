@@ -213,15 +213,7 @@ class ScriptedOps:
         wanted()
         self._call("retire", pod.name)
 
-    def capture(
-        self,
-        pod: PodRef,
-        order: Order,
-        oracle: Oracle,
-        foreign: bool,
-        room: Callable[[int], None],
-        on_resumed: Callable[[], None],
-    ) -> Stored:
+    def capture(self, pod: PodRef, order: Order, room: Callable[[int], None], on_resumed: Callable[[], None]) -> Stored:
         self._call("capture", f"{pod.name} {order.content}")
         self.orders.append(order)
         try:
@@ -233,7 +225,7 @@ class ScriptedOps:
         if "publish" in self.broken:
             raise self.broken["publish"]
         self.tick("before publish")
-        made = artifact(order.content, order.content_uid, oracle=oracle, foreign=foreign)
+        made = artifact(order.content, order.content_uid, oracle=order.oracle, foreign=order.foreign)
         made = replace(made, weights=order.weights, weights_reason=order.weights_reason, cold_s=order.cold_s)
         self.store[order.content] = made
         self.tick("published")

@@ -168,15 +168,7 @@ class LocalOps:
             wanted()
             kill_all(container)
 
-    def capture(
-        self,
-        pod: PodRef,
-        order: Order,
-        oracle: Oracle,
-        foreign: bool,
-        room: Callable[[int], None],
-        on_resumed: Callable[[], None],
-    ) -> Stored:
+    def capture(self, pod: PodRef, order: Order, room: Callable[[int], None], on_resumed: Callable[[], None]) -> Stored:
         """Dump the tree at the barrier."""
         with self._container(pod, CaptureError, Reason.SOURCE_GONE) as container:
             request = capture.CaptureRequest(
@@ -184,14 +176,14 @@ class LocalOps:
                 timeout_s=order.timeout_s,
                 max_bytes=order.max_bytes,
                 # vLLM's own snapshot server leaves gloo's listeners open, on the loopback address of the pod's network.
-                allow_loopback_listeners=foreign and not order.host_network,
+                allow_loopback_listeners=order.foreign and not order.host_network,
                 host_network=order.host_network,
                 extra={
                     "content_uid": order.content_uid,
                     "identity": order.identity,
                     "snapshot_uid": order.snapshot_uid,
-                    "oracle": oracle.to_dict(),
-                    "foreign": foreign,
+                    "oracle": order.oracle.to_dict(),
+                    "foreign": order.foreign,
                     "weights": order.weights,
                     "weights_reason": order.weights_reason,
                     "cold_s": order.cold_s,

@@ -27,18 +27,27 @@ class PodRef:
 
 @dataclass(frozen=True, kw_only=True)
 class Order:
-    """What to capture, and for which content."""
+    """What to capture, and for which content: the order of the API, and what the replica at the barrier says of itself."""
 
     content: str
     content_uid: str
     identity: str
     snapshot_uid: str
     timeout_s: float
+    """Until the tree runs again; the rest may take as long again."""
+    oracle: Oracle
+    """What the server answered at the barrier: the answer that a restored engine must give."""
     max_bytes: int | None = None
+    """What the artifact may take; None: as much as there is room for."""
     host_network: bool = False
-    weights: str = ""  # Discard or Keep, as the engine says, and why
+    """The replica is on the node's network."""
+    foreign: bool = False
+    """The server is vLLM's own, which writes no serving.json, and leaves listeners open on the loopback address."""
+    weights: str = ""
+    """Discard or Keep, as the engine says."""
     weights_reason: str = ""
-    cold_s: float | None = None  # what a cold start takes, by that of the replica (see `breakeven`)
+    cold_s: float | None = None
+    """What a cold start takes, by that of the replica (see `breakeven`)."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -156,15 +165,7 @@ class NodeOps(Protocol):
         `wanted` raises if it is another container by now. It is called before each of the two.
         """
 
-    def capture(
-        self,
-        pod: PodRef,
-        order: Order,
-        oracle: Oracle,
-        foreign: bool,
-        room: Callable[[int], None],
-        on_resumed: Callable[[], None],
-    ) -> Stored:
+    def capture(self, pod: PodRef, order: Order, room: Callable[[int], None], on_resumed: Callable[[], None]) -> Stored:
         """Dump the tree at the barrier. Calls `on_resumed` once the tree runs again; on return the artifact is durable.
 
         `room` is called before anything is written, with the bytes that are expected, and before the artifact gets its name, with

@@ -470,8 +470,10 @@ class Pods:
             identity=spec.identity,
             snapshot_uid=spec.snapshot_ref.uid,
             timeout_s=float(spec.timeout_seconds),
+            oracle=ready.oracle,
             max_bytes=spec.max_artifact_bytes,
             host_network=v.pod.host_network,
+            foreign=ready.protocol is None,
             weights=ready.weights,
             weights_reason=ready.weights_reason[:1000],
             cold_s=breakeven.cold_s(v.files),
@@ -490,7 +492,7 @@ class Pods:
 
         with n.using(step.content):
             try:
-                stored = await n.thread(n.ops.capture, ref, order, ready.oracle, ready.protocol is None, room, resumed)
+                stored = await n.thread(n.ops.capture, ref, order, room, resumed)
             except Exception as e:
                 reason, message = explain(e, Reason.DUMP_FAILED)
                 log.warning("%s/%s: capture %s: %s: %s", ref.namespace, ref.name, step.content, reason, message, exc_info=e)
