@@ -17,7 +17,7 @@ _RECORD: Final = re.compile(r"^\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d+ ([A-Z]+) +(\S+
 
 ALLOWED: Final = (
     (r"kopf\._cogs\.clients\.watching Request attempt", "kopf calls each try an error while the API server is away"),
-    (r"vllmsnapshot\.agent\.reconcile the ledger of \S+ cannot be written", "the disk is full; memory has it until it is freed"),
+    (r"vllmsnapshot\.agent\.node the ledger of \S+ cannot be written", "the disk is full; memory has it until it is freed"),
 )
 """Errors that may be logged (regular expression over logger and message), each with the reason."""
 

@@ -17,11 +17,14 @@ from typing import Any, cast
 from vllmsnapshot import objects
 from vllmsnapshot.agent import facts
 from vllmsnapshot.agent.cache import Cache
+from vllmsnapshot.agent.contents import Contents
 from vllmsnapshot.agent.control import Files, control_path, read_files
 from vllmsnapshot.agent.ledger import Ledger
+from vllmsnapshot.agent.node import Node
 from vllmsnapshot.agent.nodeops import Digested, Health, Order, PodRef, Revived, Shelf, Stored
 from vllmsnapshot.agent.outbox import Outbox
-from vllmsnapshot.agent.reconcile import Contents, Node, Pods
+from vllmsnapshot.agent.pods import Pods
+from vllmsnapshot.agent.removal import Removal
 from vllmsnapshot.agent.space import Usage
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.types import PodReport, PodSettings
@@ -349,7 +352,8 @@ class Box:
         )
         ledger.wrote = self.tick
         self.pods = Pods(self.node)
-        self.contents = Contents(self.node)
+        self.removal = Removal(self.node)
+        self.contents = Contents(self.node, self.removal)
         self.sync()
 
     async def ask(self, _address: str, port: int) -> Oracle | None:

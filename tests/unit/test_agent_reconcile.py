@@ -16,8 +16,8 @@ import pytest
 from tests.unit.agentbox import PARIS, ROME, Box, NodeError, artifact
 from vllmsnapshot import objects
 from vllmsnapshot.agent import decide
+from vllmsnapshot.agent.node import AGAIN_S
 from vllmsnapshot.agent.nodeops import Health
-from vllmsnapshot.agent.reconcile import QUEUE_PAUSE_S
 from vllmsnapshot.api import constants as c
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.api.types import PodSettings, RestorePolicy, Toggle
@@ -665,7 +665,7 @@ async def test_a_disk_that_refuses_the_ledger_is_not_the_artifacts_fault(box: Bo
     assert list((box.root / "ledger").glob(".*")) == [], "nothing piles up on a full disk"
     # Once there is space again, what was refused is written.
     monkeypatch.setattr(os, "fsync", real)
-    await box.contents.collect()
+    await box.removal.collect()
     box.start()
     assert [a.outcome for a in box.node.ledger.entry("art", "uid-art").attempts] == ["failed"]
     await box.restored("d")
@@ -771,7 +771,7 @@ async def test_an_unreadable_artifact_that_no_content_stands_for_is_collected(bo
     box.add_content("art", "gone", captured=True)
     box.add_content("torn", "gone", captured=True, stored=False)
     box.ops.unreadable = {"torn", "orphan"}
-    await box.contents.collect()
+    await box.removal.collect()
     assert box.ops.unreadable == {"torn"}, "a content that still exists is told of it first"
 
 
@@ -930,10 +930,10 @@ async def test_artifacts_that_no_content_stands_for_are_collected(box: Box) -> N
     box.node.ledger.begin("orphan", "uid-orphan", "uid-x", "i", 0.0)
     box.kube.down = True
     with pytest.raises(Exception, match="refused"):
-        await box.contents.collect()
+        await box.removal.collect()
     assert set(box.ops.store) == {"art", "orphan"}
     box.kube.down = False
-    await box.contents.collect()
+    await box.removal.collect()
     assert set(box.ops.store) == {"art"}
     assert box.node.ledger.contents() == ()
 
@@ -976,7 +976,7 @@ async def test_a_server_that_waits_for_its_end_gets_it(box: Box, deleting: bool)
         box.sync()
     before = list(box.ops.did)
     box.put(uid, Ending(incarnation="i1", exit_code=0, timeout_s=7.5))
-    assert await box.pods.settle(uid) == QUEUE_PAUSE_S
+    assert await box.pods.settle(uid) == AGAIN_S
     assert box.ops.did == [*before, "retire b"]
     # The server has given up waiting.
     box.advance(uid, 8)
@@ -994,7 +994,7 @@ async def test_a_server_whose_gpu_is_not_let_go_is_tried_again_and_then_left_alo
     box.ops.broken["retire"] = NodeError(Reason.GPU_STATE_LOST)
     box.put(uid, Ending(incarnation="i1", exit_code=0, timeout_s=7.5))
     for _ in range(2):
-        assert await box.pods.settle(uid) == QUEUE_PAUSE_S
+        assert await box.pods.settle(uid) == AGAIN_S
     box.advance(uid, 8)
     await box.settle()
     assert box.ops.did.count("retire b") == 2

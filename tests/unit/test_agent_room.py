@@ -285,15 +285,15 @@ async def test_a_quota_that_was_lowered_and_a_disk_that_others_fill_are_met_in_t
     await captured(box)
     for name, age in (("old", 5000.0), ("new", 10.0)):
         idle(box, name, age_s=age, snapshot=name)
-    await box.contents.collect()
+    await box.removal.collect()
     assert len(box.ops.store) == 3
     box.ops.space = replace(box.ops.space, quota=2 * MB)
-    await box.contents.collect()
+    await box.removal.collect()
     assert set(box.ops.store) == {"art", "new"}
     # However little there is, what the replica would restart from stays.
     box.ops.space = Usage(free=0, min_free=MB)
-    await box.contents.collect()
-    await box.contents.collect()
+    await box.removal.collect()
+    await box.removal.collect()
     assert set(box.ops.store) == {"art"}
     await box.settle()
     assert box.conditions("art") == {c.CAPTURED: Reason.CAPTURED}
@@ -303,11 +303,11 @@ async def test_a_quota_that_was_lowered_and_a_disk_that_others_fill_are_met_in_t
 async def test_a_full_store_at_rest_writes_nothing(box: Box) -> None:
     await captured(box)
     box.ops.space = Usage(free=0, min_free=MB)
-    await box.contents.collect()
+    await box.removal.collect()
     await box.settle()
     done, writes = len(box.done), len(box.kube.writes)
     for _ in range(3):
-        await box.contents.collect()
+        await box.removal.collect()
         await box.settle()
     assert (len(box.done), len(box.kube.writes)) == (done, writes)
 

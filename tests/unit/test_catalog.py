@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import itertools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -89,7 +90,8 @@ def test_degraded_has_the_reasons_of_the_status_and_of_refused_actions() -> None
 
 def told() -> Iterator[tuple[str, str, bool]]:
     """Reason, action and whether it warns, of every event that the agent's code writes; a reason that is no constant is empty."""
-    for node in ast.walk(ast.parse((OPERATOR / "agent" / "reconcile.py").read_text())):
+    trees = [ast.parse(path.read_text()) for path in sorted((OPERATOR / "agent").glob("*.py"))]
+    for node in itertools.chain.from_iterable(map(ast.walk, trees)):
         if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr == "tell":
             _, reason, action, *_ = node.args
             assert isinstance(action, ast.Constant)

@@ -1,4 +1,4 @@
-"""The agent's process: watches, one task per pod, timers, the health endpoint. What is done is in `reconcile.py`."""
+"""The agent's process: watches, one task per pod, timers, the health endpoint. What is done is in `pods.py` and `contents.py`."""
 
 from __future__ import annotations
 
@@ -25,11 +25,14 @@ from . import facts, report
 from .cache import Cache
 from .canary import Canary
 from .config import Config, from_process
+from .contents import Contents
 from .ledger import Ledger
 from .metrics import node_state
+from .node import Ask, Node
 from .nodeops import Health, NodeOps
 from .outbox import Outbox
-from .reconcile import Ask, Contents, Node, Pods, watch_path
+from .pods import Pods
+from .removal import Removal
 from .watcher import Watcher
 
 log = logging.getLogger("vllmsnapshot.agent")
@@ -147,7 +150,8 @@ class Agent:
         self.metrics.attach(kube)
         self.metrics.show(self._state)
         self.pods = Pods(self.node)
-        self.contents = Contents(self.node)
+        self.removal = Removal(self.node)
+        self.contents = Contents(self.node, self.removal)
         settle_pod = self.metrics.timed(lambda _: "pod", self._settle_pod)
         settle_content = self.metrics.timed(lambda _: "content", self._settle_content)
         self.pod_loop = Loop(settle_pod, config.resync_seconds, lambda uid: self.node.pods.get(uid) is not None)
@@ -228,7 +232,7 @@ class Agent:
             return
         if facts.ours(obj, self.node.name):
             self.metrics.reported(obj)
-            self.watcher.add(uid, watch_path(self.node, uid))
+            self.watcher.add(uid, self.node.volumes.path(uid))
             self.pod_loop.wake(uid)
 
     async def _pod_gone(self, uid: str) -> None:
@@ -278,7 +282,7 @@ class Agent:
             for attempt in self.node.ledger.entry(name, self._uid(name)).attempts:
                 if attempt.outcome == "pending" and self.node.pods.get(attempt.pod) is None:
                     await self.node.thread(self.node.ledger.drop_pod, attempt.pod)
-        await self._every(COLLECT_S, self.contents.collect)
+        await self._every(COLLECT_S, self.removal.collect)
 
     def _uid(self, content: str) -> str:
         obj = self.node.contents.get(content)

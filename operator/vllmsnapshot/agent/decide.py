@@ -1,4 +1,4 @@
-"""What to do next in one pod: `next_step` is a pure function of all that can be seen of it. `reconcile.py` sees and does.
+"""What to do next in one pod: `next_step` is a pure function of all that can be seen of it. `pods.py` sees and does.
 
 It is asked only while nobody works on the pod, so work that has begun and is not finished is work that an agent before us left:
 that is how a restart of the agent is recovered from, and nothing has to be remembered but files and the ledger.
@@ -12,8 +12,9 @@ from typing import Literal
 
 from vllmsnapshot_child.protocol import ENDING, HELLO, PROTOCOL_VERSION, READY, SERVING, START, Oracle, Start
 from vllmsnapshot_child.protocol import Reason as ChildReason
+from vllmsnapshot_child.protocol import Release as ReleaseMarker
 
-from ..api.constants import DISCARD, Reason
+from ..api.constants import DISCARD, ENV_PORT, Reason
 from ..api.types import PodSettings, RestorePolicy, Toggle
 from .breakeven import Slower, declined, plausible
 from .control import Files
@@ -113,7 +114,7 @@ class View:
     attempts: tuple[tuple[str, Attempt], ...] = ()  # of this pod, from the ledger: content and attempt
     blocked: Mapping[str, str] = field(default_factory=dict)
     ages: Mapping[str, float] = field(default_factory=dict)
-    """Seconds since each control file was written, by a clock that nobody sets (see `reconcile.Ages`)."""
+    """Seconds since each control file was written, by a clock that nobody sets (see `ages.py`)."""
     restore_bytes_per_s: int | None = None  # of this node, from the ledger
 
     def attempt(self) -> tuple[str, Attempt] | None:
@@ -232,6 +233,22 @@ class End:
 
 
 Step = Wait | Answer | Restore | GiveUpRestore | Settle | Release | Capture | FailOrder | Probe | Condemn | End
+
+
+def marker(v: View, *, moved: bool, gpu_fine: bool) -> ReleaseMarker:
+    """What lets the server leave its barrier, as its pod wants it.
+
+    `moved`: the engine's state on a GPU, if it has one, was put back by the driver; then its end is ours to attend, where replicas
+    with a GPU can be captured and restored at all (`gpu_fine`).
+    """
+    return ReleaseMarker(
+        incarnation=v.files.incarnation,
+        host=v.pod.host,
+        port=v.pod.port,
+        env={**v.pod.env, ENV_PORT: str(v.pod.port)},
+        # vLLM's own server knows nothing of it.
+        attend_end=moved and v.pod.gpu and gpu_fine and not foreign(v),
+    )
 
 
 # --- the decision ----------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""The boundary between deciding and doing: what `reconcile.py` asks of the node, as one Protocol.
+"""The boundary between deciding and doing: what the rest of the agent asks of the node, as one Protocol.
 
 Everything behind it is synchronous, may take seconds, and runs in a thread. `local.py` is the real one; tests script another.
 Errors are exceptions that carry `reason` (a constant of the API) and `message`; see `explain`.

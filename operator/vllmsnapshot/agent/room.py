@@ -23,7 +23,7 @@ from .errors import StoreError
 from .space import Usage
 
 if TYPE_CHECKING:
-    from .reconcile import Node
+    from .node import Node
 
 log = logging.getLogger(__name__)
 
