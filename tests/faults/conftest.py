@@ -1,25 +1,34 @@
-"""Counts what the suites cut, and says it at the end: an enumeration that found nothing to cut would pass too."""
+"""The suites' lives, and at the end the table of what they tried."""
 
 from __future__ import annotations
 
-from collections import Counter
+from pathlib import Path
 
 import pytest
 
-COUNTS: Counter[str] = Counter()
+from .cases import CASES, Cases
+from .world import Live, Plan, Scenario, World, lived
 
 
 @pytest.fixture
-def counted(request: pytest.FixtureRequest) -> Counter[str]:
-    """The number of cases by suite; a test adds to its own."""
-    return COUNTS
+def cases() -> Cases:
+    """Of the whole run."""
+    return CASES
+
+
+@pytest.fixture
+def live(tmp_path: Path) -> Live:
+    """Runs a scenario in a cluster of its own."""
+
+    def one(scenario: Scenario, plan: Plan | None = None) -> World:
+        return lived(tmp_path / "w", scenario, plan)
+
+    return one
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     """The table."""
-    if COUNTS:
-        failed = len(terminalreporter.stats.get("failed", []))
+    if CASES.tried:
         terminalreporter.section("faults")
-        for name, count in sorted(COUNTS.items()):
-            terminalreporter.write_line(f"{count:6d}  {name}")
-        terminalreporter.write_line(f"{sum(COUNTS.values()):6d}  in all; failures: {failed}")
+        for line in CASES.lines():
+            terminalreporter.write_line(line)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import itertools
+import marshal
 import re
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator, Mapping
@@ -47,12 +48,8 @@ T = TypeVar("T")
 
 
 def clone(value: T) -> T:
-    """A copy of a JSON value; many times as fast as copy.deepcopy."""
-    if isinstance(value, dict):
-        return cast(T, {k: clone(v) if isinstance(v, (dict, list)) else v for k, v in value.items()})
-    if isinstance(value, list):
-        return cast(T, [clone(x) for x in value])
-    return value
+    """A copy of a JSON value. Half of a life is copies; this is the fastest way, many times as fast as copy.deepcopy."""
+    return cast(T, marshal.loads(marshal.dumps(cast(Any, value))))
 
 
 @dataclass

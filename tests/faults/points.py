@@ -150,11 +150,12 @@ def _wrapped(name: str, real: Callable[..., Any]) -> Callable[..., Any]:
         active = _active.get()
         if active is not None and not _busy and _on_disk(args[0]):
             active.meet(f"os.{name}", file=True)
-        done = real(*args, **kwargs)
         if name == "fsync":
+            # The disk itself is not waited for: what would be lost is decided by `lose_unsynced`.
             info = os.fstat(args[0])
             _synced[_key(info)] = info.st_size
-        return done
+            return None
+        return real(*args, **kwargs)
 
     return call
 

@@ -1,20 +1,15 @@
 """The operator and the agent end at every point of a life, every answer is lost once, every file operation fails once.
 
 For each: the cluster comes to rest in the state of the undisturbed life. Nothing is lost, nothing is left over, and what may never be
-(`World.check`, `Container._add`) is checked at every step on the way. FULL=1 takes every point; otherwise a part of them, a different
-one each day (the seed is printed).
-Each life takes a second, on virtual time.
+(`World.check`, `Container._add`) is checked at every step on the way. Which points are tried is said in `cases`.
+Each life takes half a second, on virtual time.
 """
 
 from __future__ import annotations
 
 import asyncio
-import datetime
 import errno
 import functools
-import os
-import random
-import shutil
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -25,16 +20,10 @@ import pytest
 from vllmsnapshot.api.constants import Reason
 from vllmsnapshot.kube import ApiError
 
-from . import world
+from .cases import CASES, Cases, chosen
 from .memory_api import Call, Faults, WatchFaults
 from .points import Points
-from .virtual import run
-from .world import Plan, World
-
-FULL = bool(os.environ.get("FULL"))
-SEED = int(os.environ.get("SEED") or datetime.date.today().toordinal())
-SAMPLE = int(os.environ.get("SAMPLE", "3"))
-"""Points of each kind that are tried without FULL."""
+from .world import Plan, World, lived
 
 AGENT = "agent-node-a"
 OPERATOR = "operator"
@@ -95,32 +84,22 @@ Meanwhile = Callable[[World], Awaitable[None]]
 
 def live(root: Path, plan: Plan | None = None, meanwhile: Meanwhile | None = None) -> tuple[Outcome, Points, World]:
     """One life in a directory of its own. `meanwhile` happens at the same time."""
-    shutil.rmtree(root, ignore_errors=True)
-    root.mkdir(parents=True)
-    made: list[World] = []
+    outcome: Outcome = []
 
-    async def main() -> Outcome:
-        x = World(root, plan or Plan())
-        made.append(x)
-        await x.start()
-        try:
-            beside = asyncio.ensure_future(meanwhile(x)) if meanwhile else None
-            outcome = await life(x)
-            if beside is not None:
-                await beside
-            return outcome
-        finally:
-            await x.stop()
+    async def scenario(x: World) -> None:
+        beside = asyncio.ensure_future(meanwhile(x)) if meanwhile else None
+        outcome.extend(await life(x))
+        if beside is not None:
+            await beside
 
-    with world.environment(root, lambda: made[0]):
-        result = run(main)
-    shutil.rmtree(root, ignore_errors=True)
-    assert made[0].first is not None or not (plan and plan.who)
-    return result, made[0].first or Points(), made[0]
+    x = lived(root, scenario, plan)
+    assert x.first is not None or not (plan and plan.who)
+    return outcome, x.first or Points(), x
 
 
 Calm = Callable[[str], tuple[Outcome, list[str]]]
-CALLS: dict[str, list[Call]] = {}
+CALLS: dict[str, list[tuple[float, Call]]] = {}
+"""What a process asks of the API server in the undisturbed life, and at which second."""
 
 
 @pytest.fixture(scope="module")
@@ -129,10 +108,16 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
 
     @functools.cache
     def undisturbed(who: str) -> tuple[Outcome, list[str]]:
-        calls: list[Call] = []
-        faults = Faults(before=lambda call, number: calls.append(call) if number > 0 else None)
+        calls: list[tuple[float, Call]] = []
+
+        def note(call: Call, number: int) -> None:
+            if number > 0:
+                calls.append((asyncio.get_running_loop().time(), call))
+
+        faults = Faults(before=note)
         outcome, points, _ = live(tmp_path_factory.mktemp("calm") / "w", Plan(who=who, faults=lambda _: faults))
         CALLS[who] = calls
+        CASES.points[who] = len(points.names)
         return outcome, points.names
 
     return undisturbed
@@ -146,15 +131,6 @@ def is_request(point: str) -> bool:
 def is_file(point: str) -> bool:
     """An operation that a disk can refuse."""
     return point.startswith(("open ", "os."))
-
-
-def chosen(points: list[str], what: str, fitting: Callable[[str], bool] = lambda _: True) -> list[int]:
-    """Which points are tried."""
-    every = [n for n, name in enumerate(points, start=1) if fitting(name)]
-    if FULL or len(every) <= SAMPLE:
-        return every
-    print(f"SEED={SEED}")
-    return sorted(random.Random(f"{SEED} {what}").sample(every, SAMPLE))
 
 
 def test_the_undisturbed_life_is_what_it_should_be(calm: Calm) -> None:
@@ -200,43 +176,48 @@ def always(faults: Faults) -> Callable[[World], Faults]:
 
 
 @pytest.mark.parametrize("who", [AGENT, OPERATOR])
-def test_it_ends_at_any_point(who: str, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+def test_it_ends_at_any_point(who: str, tmp_path: Path, calm: Calm, cases: Cases) -> None:
     wanted, points = calm(who)
-    for n in chosen(points, f"stop {who}"):
+
+    def ended(n: int) -> str:
         outcome, found, x = live(tmp_path / "w", Plan(who=who, points=at(stop_at=n)))
-        assert x.deaths == bool(found.hit), f"point {n}: {found.hit}"
-        assert not difference(outcome, wanted), f"ended before point {n}: {found.hit}"
-        counted[f"points at which {who} ended"] += bool(found.hit)
-    assert counted[f"points at which {who} ended"]
+        assert x.deaths == 1, f"{x.deaths} deaths at {found.hit}"
+        assert not difference(outcome, wanted), f"ended before {found.hit}: {difference(outcome, wanted)}"
+        return found.hit
+
+    cases.each(f"points at which {who} ended", chosen(points, f"stop {who}"), ended)
 
 
 @pytest.mark.parametrize("who", [AGENT, OPERATOR])
-def test_any_answer_is_lost(who: str, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+def test_any_answer_is_lost(who: str, tmp_path: Path, calm: Calm, cases: Cases) -> None:
     wanted, points = calm(who)
-    for n in chosen(points, f"lose {who}", is_request):
+
+    def lost(n: int) -> str:
         outcome, found, _ = live(tmp_path / "w", Plan(who=who, points=at(lose_at=n)))
-        assert not difference(outcome, wanted), f"answer {n} lost: {found.hit}"
-        counted[f"writes of {who} whose answer was lost"] += bool(found.hit)
-    assert counted[f"writes of {who} whose answer was lost"]
+        assert not difference(outcome, wanted), f"lost of {found.hit}: {difference(outcome, wanted)}"
+        return found.hit
+
+    cases.each(f"writes of {who} whose answer was lost", chosen(points, f"lose {who}", is_request), lost)
 
 
-def test_the_power_fails_at_any_point(tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+def test_the_power_fails_at_any_point(tmp_path: Path, calm: Calm, cases: Cases) -> None:
     wanted, points = calm(AGENT)
-    for n in chosen(points, "power"):
-        plan = Plan(who=AGENT, points=at(stop_at=n), power=True)
-        outcome, found, _ = live(tmp_path / "w", plan)
-        assert not difference(outcome, wanted), f"the power failed before point {n}: {found.hit}"
-        counted["points at which the node lost its power"] += bool(found.hit)
-    assert counted["points at which the node lost its power"]
+
+    def failed(n: int) -> str:
+        outcome, found, _ = live(tmp_path / "w", Plan(who=AGENT, points=at(stop_at=n), power=True))
+        assert not difference(outcome, wanted), f"before {found.hit}: {difference(outcome, wanted)}"
+        return found.hit
+
+    cases.each("points at which the node lost its power", chosen(points, "power"), failed)
 
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=errno.errorcode.get)
 @pytest.mark.parametrize("for_good", [False, True], ids=["once", "for a minute"])
-def test_any_file_operation_is_refused(number: int, for_good: bool, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+def test_any_file_operation_is_refused(number: int, for_good: bool, tmp_path: Path, calm: Calm, cases: Cases) -> None:
     wanted, points = calm(AGENT)
     name = f"file operations refused with {errno.errorcode[number]} {'for a minute' if for_good else 'once'}"
 
-    def refusing(n: int) -> Callable[[World], Points]:
+    def refused(n: int) -> str:
         def make(x: World) -> Points:
             made = Points(refuse_at=n, errno=number, for_good=for_good)
 
@@ -246,13 +227,11 @@ def test_any_file_operation_is_refused(number: int, for_good: bool, tmp_path: Pa
             made.refused = later
             return made
 
-        return make
+        outcome, found, _ = live(tmp_path / "w", Plan(who=AGENT, points=make))
+        assert not difference(outcome, wanted), f"{found.hit}: {difference(outcome, wanted)}"
+        return found.hit
 
-    for n in chosen(points, name, is_file):
-        outcome, found, _ = live(tmp_path / "w", Plan(who=AGENT, points=refusing(n)))
-        assert not difference(outcome, wanted), f"{name}: {n}: {found.hit}"
-        counted[name] += bool(found.hit)
-    assert counted[name]
+    cases.each(name, chosen(points, name, is_file), refused)
 
 
 @pytest.mark.parametrize(
@@ -269,15 +248,17 @@ def test_any_file_operation_is_refused(number: int, for_good: bool, tmp_path: Pa
 )
 @pytest.mark.parametrize("who", [AGENT, OPERATOR])
 def test_something_happens_at_any_point(
-    who: str, what: str, do: Callable[[World], None], tmp_path: Path, calm: Calm, counted: Counter[str]
+    who: str, what: str, do: Callable[[World], None], tmp_path: Path, calm: Calm, cases: Cases
 ) -> None:
     wanted, points = calm(who)
-    name = f"points of {who} at which {what}"
-    for n in chosen(points, name):
+
+    def happened(n: int) -> str:
         outcome, found, _ = live(tmp_path / "w", Plan(who=who, points=doing(n, do)))
-        assert not difference(outcome, wanted), f"{what} before point {n}: {found.hit}"
-        counted[name] += bool(found.hit)
-    assert counted[name]
+        assert not difference(outcome, wanted), f"before {found.hit}: {difference(outcome, wanted)}"
+        return found.hit
+
+    name = f"points of {who} at which {what}"
+    cases.each(name, chosen(points, name), happened)
 
 
 # --- requests --------------------------------------------------------------------------------------------------------
@@ -301,45 +282,55 @@ def kind(call: Call) -> str:
 
 @pytest.mark.parametrize("fault", [*REFUSALS, "timeout after commit"])
 @pytest.mark.parametrize("who", [AGENT, OPERATOR])
-def test_any_kind_of_request_fails(who: str, fault: str, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+def test_any_kind_of_request_fails(who: str, fault: str, tmp_path: Path, calm: Calm, cases: Cases) -> None:
     """Each kind of request, at its first, its second and its last time."""
     wanted, _ = calm(who)
-    times = Counter(kind(call) for call in CALLS[who])
-    cases = [(name, n) for name, total in sorted(times.items()) for n in sorted({1, 2, total}) if n <= total]
+    times = Counter(kind(call) for _, call in CALLS[who])
+    every = [(which, n) for which, total in sorted(times.items()) for n in sorted({1, 2, total}) if n <= total]
     name = f"requests of {who} answered with {fault}"
-    for index in chosen([which for which, _ in cases], name):
-        which, at = cases[index - 1]
+
+    def failed(index: int) -> str:
+        which, at = every[index - 1]
         seen: Counter[str] = Counter()
 
-        def hurt(call: Call, _number: int, which: str = which, at: int = at, seen: Counter[str] = seen) -> None:
+        def hurt(call: Call, _number: int) -> None:
             seen[kind(call)] += 1
             if kind(call) == which and seen[which] == at:
                 raise REFUSALS.get(fault, REFUSALS["timeout"])
 
         faults = Faults(after=hurt) if fault == "timeout after commit" else Faults(before=hurt)
         outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=always(faults)))
-        assert not difference(outcome, wanted), f"{which}, time {at}: {fault}"
-        counted[name] += seen[which] >= at
-    assert counted[name]
+        assert not difference(outcome, wanted), f"{which}, time {at}: {difference(outcome, wanted)}"
+        return which if seen[which] >= at else ""
+
+    cases.each(name, chosen([which for which, _ in every], name), failed)
 
 
 @pytest.mark.parametrize("fault", ["timeout", "403", "500"])
 @pytest.mark.parametrize("who", [AGENT, OPERATOR])
-def test_the_api_server_is_away_for_a_minute(who: str, fault: str, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+def test_the_api_server_is_away_for_a_minute(who: str, fault: str, tmp_path: Path, calm: Calm, cases: Cases) -> None:
+    """From every twentieth second on; the minutes that are spared are left out."""
     wanted, _ = calm(who)
+    starts = sorted({second for at, _ in CALLS[who] for second in range(0, int(at) + 1, 20) if at < second + 60})
     name = f"minutes in which {who} was answered with {fault} only"
-    for start in range(1, 1200, 20 if FULL else 150):
 
-        def away(x: World, start: int = start) -> Faults:
-            def hurt(_call: Call, _number: int) -> None:
+    def away(index: int) -> str:
+        start, hit = starts[index - 1], ""
+
+        def faults(x: World) -> Faults:
+            def hurt(call: Call, _number: int) -> None:
+                nonlocal hit
                 if start <= x.loop.time() < start + 60:
+                    hit = str(call)
                     raise REFUSALS[fault]
 
             return Faults(before=hurt)
 
-        outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=away))
-        assert not difference(outcome, wanted), f"away from second {start}"
-        counted[name] += 1
+        outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=faults))
+        assert not difference(outcome, wanted), f"from second {start} on: {difference(outcome, wanted)}"
+        return hit
+
+    cases.each(name, chosen([str(start) for start in starts], name), away)
 
 
 @pytest.mark.parametrize(
@@ -355,11 +346,15 @@ def test_the_api_server_is_away_for_a_minute(who: str, fault: str, tmp_path: Pat
     ids=lambda x: x.replace(" ", "-") if isinstance(x, str) else "",
 )
 @pytest.mark.parametrize("who", [AGENT, OPERATOR])
-def test_events_of_a_watch(who: str, what: str, faults: WatchFaults, tmp_path: Path, calm: Calm, counted: Counter[str]) -> None:
+def test_events_of_a_watch(who: str, what: str, faults: WatchFaults, tmp_path: Path, calm: Calm, cases: Cases) -> None:
     if who == AGENT and what == "all lost":
         # A watch that loses events and never breaks is a broken client: it is made anew after five minutes.
         faults = WatchFaults(drop=lambda n: n % 3 != 0, gone_every=2)
     wanted, _ = calm(who)
-    outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=always(Faults(watch=faults))))
-    assert not difference(outcome, wanted), what
-    counted[f"watches of {who} with events {what}"] += 1
+
+    def hurt(_number: int) -> str:
+        outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=always(Faults(watch=faults))))
+        assert not difference(outcome, wanted), difference(outcome, wanted)
+        return what
+
+    cases.each(f"watches of {who} with events {what}", [1], hurt)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from pathlib import Path
 
 from vllmsnapshot.api import constants as c
@@ -11,12 +10,10 @@ from vllmsnapshot.controller.tries import FIRST_PAUSE_S
 from vllmsnapshot.kube import EVENTS, SNAPSHOTS
 from vllmsnapshot.objects import condition
 
-from .points import Points
-from .test_enumeration import AGENT, QUIET_S, at, chosen
-from .test_return import RESTORED, Live, contents, live, reports, shown, started
-from .world import EXPECTED_BYTES, Plan, World
-
-__all__ = ["live"]
+from .cases import Cases, chosen
+from .test_enumeration import AGENT, QUIET_S, at
+from .test_return import RESTORED, contents, reports, shown, started
+from .world import EXPECTED_BYTES, Live, Plan, World
 
 KEEP_BOTH = {"retain": 2}
 """The operator would keep the artifact of the spec before, too."""
@@ -66,21 +63,18 @@ def test_what_lies_idle_makes_room(live: Live) -> None:
     live(scenario)
 
 
-def test_the_agent_ends_anywhere_while_one_makes_room_for_the_other(live: Live, counted: Counter[str]) -> None:
-    calm: list[str] = []
-
+def test_the_agent_ends_anywhere_while_one_makes_room_for_the_other(live: Live, cases: Cases) -> None:
     async def scenario(x: World) -> None:
         await taking_turns(x)
         check(x)
-        assert x.first is not None
-        calm[:] = calm or x.first.names
 
-    live(scenario, Plan(who=AGENT, points=lambda _: Points()))
-    for n in chosen(calm, "full store"):
-        plan = Plan(who=AGENT, points=at(stop_at=n))
-        x = live(scenario, plan)
-        counted["points at which the agent ended on a full store"] += bool(x.first and x.first.hit)
-    assert counted["points at which the agent ended on a full store"]
+    def ended(n: int) -> str:
+        first = live(scenario, Plan(who=AGENT, points=at(stop_at=n))).first
+        return first.hit if first else ""
+
+    calm = live(scenario, Plan(who=AGENT)).first
+    assert calm is not None
+    cases.each("points at which the agent ended on a full store", chosen(calm.names, "full store"), ended)
 
 
 def test_what_replicas_would_restart_from_stays_and_the_capture_waits_for_its_time(live: Live) -> None:

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import re
-import shutil
-from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import pytest
 
@@ -20,39 +18,9 @@ from vllmsnapshot.controller.tries import FIRST_PAUSE_S
 from vllmsnapshot.kube import CONTENTS, PODS, SNAPSHOTS, Object
 from vllmsnapshot.objects import timestamp
 
-from . import world
+from .cases import Cases, chosen
 from .points import Points
-from .virtual import run
-from .world import LOAD_S, NAME, NAMESPACE, RELOAD_S, Plan, World
-
-
-class Live(Protocol):
-    """Runs a life in a cluster of its own."""
-
-    def __call__(self, scenario: Callable[[World], Awaitable[None]], plan: Plan | None = None) -> World: ...
-
-
-@pytest.fixture
-def live(tmp_path: Path) -> Live:
-    def one(scenario: Callable[[World], Awaitable[None]], plan: Plan | None = None) -> World:
-        made: list[World] = []
-        shutil.rmtree(tmp_path)
-        tmp_path.mkdir()
-
-        async def main() -> None:
-            x = World(tmp_path, plan or Plan())
-            made.append(x)
-            await x.start()
-            try:
-                await scenario(x)
-            finally:
-                await x.stop()
-
-        with world.environment(tmp_path, lambda: made[0]):
-            run(main)
-        return made[0]
-
-    return one
+from .world import LOAD_S, NAME, NAMESPACE, RELOAD_S, Live, Plan, World
 
 
 def claim(x: World) -> Object:
@@ -181,7 +149,7 @@ def test_restores_that_are_slower_than_a_cold_start_end_until_a_probe_is_quick(l
 
 
 @pytest.mark.parametrize("who", ["agent-node-a", "operator"])
-def test_what_restores_took_survives_the_end_of_a_process_at_any_point(live: Live, who: str) -> None:
+def test_what_restores_took_survives_the_end_of_a_process_at_any_point(live: Live, who: str, cases: Cases) -> None:
     """A restore that was cut off is not counted, so one more may be needed; then the verdict is the same."""
 
     async def scenario(x: World) -> None:
@@ -201,11 +169,15 @@ def test_what_restores_took_survives_the_end_of_a_process_at_any_point(live: Liv
 
     calm = live(scenario, Plan(who=who)).first
     assert calm is not None
-    every = len(calm.names)
-    assert every > 3
-    for n in range(1, every + 1, max(1, every // 4)):
-        x = live(scenario, Plan(who=who, points=lambda _, n=n: Points(stop_at=n)))  # type: ignore[misc]
-        assert x.deaths == 1, f"point {n}"
+
+    def ended(n: int) -> str:
+        x = live(scenario, Plan(who=who, points=lambda _: Points(stop_at=n)))
+        assert x.deaths == 1
+        assert x.first is not None
+        return x.first.hit
+
+    name = f"points of {who} while restores prove slow"
+    cases.each(name, chosen(calm.names, name), ended)
 
 
 def message(x: World, kind: str) -> str:

@@ -432,6 +432,7 @@ def _check_env(item: Object) -> None:
 
 
 def _merge_engine(container: Object, overlay: Object) -> Object:
+    """Shares parts with both; `_merge_pod` copies the whole."""
     result = dict(container)
     for key, value in overlay.items():
         if key in ("name", "env"):
@@ -445,7 +446,7 @@ def _merge_engine(container: Object, overlay: Object) -> Object:
             result[key] = {**result[key], **value}
         else:
             result[key] = value
-    return deepcopy(result)
+    return result
 
 
 def _merge_pod(base: Object, overlay: Object) -> Object:
