@@ -473,9 +473,11 @@ class Client(Kube):
                 self.faults.after(call, number)
             return answer
         point = self.points.meet(str(call))
-        answer = self.server.answer(call, query or {}, body, content_type)
-        if self.points.loses(point):
-            raise ApiError(0, "TransportError", "the answer was lost")
+        try:
+            answer = self.server.answer(call, query or {}, body, content_type)
+        finally:
+            if self.points.loses(point):
+                raise ApiError(0, "TransportError", "the answer was lost")
         if not self.points.spared():
             self.faults.after(call, number)
         return answer

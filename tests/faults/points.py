@@ -5,9 +5,9 @@ of the interpreter (open for writing, rename, link, unlink, mkdir, rmdir, chmod,
 write and sendfile, which raise no audit event. So code that is written tomorrow is cut as well.
 
 One `Points` belongs to one process. `stop_at` n: it dies before its n-th point. From then on every further point raises too, which
-is why clean-up code that a killed process would not run has no effect here either. `lose_at` n: the n-th API write is committed and
-its answer lost. `refuse_at` n: the n-th point, if it is a file's, fails with `errno`, and the process lives. `do_at` n: something
-else happens just before the n-th point, e.g. the container dies.
+is why clean-up code that a killed process would not run has no effect here either. `lose_at` n: the answer to the n-th point, if it
+is an API write, is lost, whether that was committed or refused. `refuse_at` n: the n-th point, if it is a file's, fails with `errno`,
+and the process lives. `do_at` n: something else happens just before the n-th point, e.g. the container dies.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Points:
         return number
 
     def loses(self, number: int) -> bool:
-        """Whether the answer of this (committed) write is lost."""
+        """Whether the answer of this write is lost."""
         if number == self.lose_at:
             self.hit = self.names[number - 1]
             return True

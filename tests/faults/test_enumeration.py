@@ -18,12 +18,13 @@ from typing import Any
 import pytest
 
 from vllmsnapshot.api.constants import Reason
-from vllmsnapshot.kube import ApiError
+from vllmsnapshot.controller.reconcile import Reconciler
+from vllmsnapshot.kube import PODS, ApiError
 
 from .cases import CASES, Cases, chosen
-from .memory_api import Call, Faults, WatchFaults
+from .memory_api import Call, Client, Faults, Server, WatchFaults
 from .points import Points
-from .world import Plan, World, lived
+from .world import Live, Plan, World, lived
 
 AGENT = "agent-node-a"
 OPERATOR = "operator"
@@ -82,7 +83,7 @@ def difference(outcome: Outcome, wanted: Outcome) -> str:
 Meanwhile = Callable[[World], Awaitable[None]]
 
 
-def live(root: Path, plan: Plan | None = None, meanwhile: Meanwhile | None = None) -> tuple[Outcome, Points, World]:
+def one_life(root: Path, plan: Plan | None = None, meanwhile: Meanwhile | None = None) -> tuple[Outcome, Points, World]:
     """One life in a directory of its own. `meanwhile` happens at the same time."""
     outcome: Outcome = []
 
@@ -115,7 +116,7 @@ def calm(tmp_path_factory: pytest.TempPathFactory) -> Calm:
                 calls.append((asyncio.get_running_loop().time(), call))
 
         faults = Faults(before=note)
-        outcome, points, _ = live(tmp_path_factory.mktemp("calm") / "w", Plan(who=who, faults=lambda _: faults))
+        outcome, points, _ = one_life(tmp_path_factory.mktemp("calm") / "w", Plan(who=who, faults=lambda _: faults))
         CALLS[who] = calls
         CASES.points[who] = len(points.names)
         return outcome, points.names
@@ -157,7 +158,35 @@ def test_the_undisturbed_life_is_what_it_should_be(calm: Calm) -> None:
 
 
 def test_every_life_is_the_same(tmp_path: Path) -> None:
-    assert live(tmp_path / "a")[0] == live(tmp_path / "b")[0]
+    assert one_life(tmp_path / "a")[0] == one_life(tmp_path / "b")[0]
+
+
+def test_what_a_process_survives_with_a_traceback_fails_the_life(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
+    async def broken(_self: Reconciler, key: object) -> None:
+        raise KeyError(key)
+
+    async def scenario(x: World) -> None:
+        x.apply(replicas=1)
+        await x.rest()
+
+    monkeypatch.setattr(Reconciler, "reconcile", broken)
+    with pytest.raises(AssertionError, match="will be tried again: KeyError"):
+        live(scenario)
+
+
+def test_a_case_that_fails_keeps_no_other_from_being_tried() -> None:
+    cases = Cases()
+    with pytest.raises(AssertionError, match=r"2 of 3 failed\n1: ZeroDivisionError: .*\n2: AssertionError: nothing was hit"):
+        cases.each("suite", [1, 2, 3], lambda n: "hit"[: 3 * (n - 2)] if n > 1 else str(n // 0))
+    assert cases.lines() == ["     3  suite; failures: 2", "     3  cases in all; failures: 2"]
+
+
+async def test_the_answer_to_a_refused_write_can_be_lost() -> None:
+    points = Points(lose_at=1)
+    with pytest.raises(ApiError) as e:
+        await Client(Server(lambda: 0.0), "x", points).delete(PODS, "none", "default", uid="u")
+    assert e.value.status == 0
+    assert points.hit
 
 
 def at(**what: int) -> Callable[[World], Points]:
@@ -180,7 +209,7 @@ def test_it_ends_at_any_point(who: str, tmp_path: Path, calm: Calm, cases: Cases
     wanted, points = calm(who)
 
     def ended(n: int) -> str:
-        outcome, found, x = live(tmp_path / "w", Plan(who=who, points=at(stop_at=n)))
+        outcome, found, x = one_life(tmp_path / "w", Plan(who=who, points=at(stop_at=n)))
         assert x.deaths == 1, f"{x.deaths} deaths at {found.hit}"
         assert not difference(outcome, wanted), f"ended before {found.hit}: {difference(outcome, wanted)}"
         return found.hit
@@ -193,7 +222,7 @@ def test_any_answer_is_lost(who: str, tmp_path: Path, calm: Calm, cases: Cases) 
     wanted, points = calm(who)
 
     def lost(n: int) -> str:
-        outcome, found, _ = live(tmp_path / "w", Plan(who=who, points=at(lose_at=n)))
+        outcome, found, _ = one_life(tmp_path / "w", Plan(who=who, points=at(lose_at=n)))
         assert not difference(outcome, wanted), f"lost of {found.hit}: {difference(outcome, wanted)}"
         return found.hit
 
@@ -204,7 +233,7 @@ def test_the_power_fails_at_any_point(tmp_path: Path, calm: Calm, cases: Cases) 
     wanted, points = calm(AGENT)
 
     def failed(n: int) -> str:
-        outcome, found, _ = live(tmp_path / "w", Plan(who=AGENT, points=at(stop_at=n), power=True))
+        outcome, found, _ = one_life(tmp_path / "w", Plan(who=AGENT, points=at(stop_at=n), power=True))
         assert not difference(outcome, wanted), f"before {found.hit}: {difference(outcome, wanted)}"
         return found.hit
 
@@ -227,7 +256,7 @@ def test_any_file_operation_is_refused(number: int, for_good: bool, tmp_path: Pa
             made.refused = later
             return made
 
-        outcome, found, _ = live(tmp_path / "w", Plan(who=AGENT, points=make))
+        outcome, found, _ = one_life(tmp_path / "w", Plan(who=AGENT, points=make))
         assert not difference(outcome, wanted), f"{found.hit}: {difference(outcome, wanted)}"
         return found.hit
 
@@ -253,7 +282,7 @@ def test_something_happens_at_any_point(
     wanted, points = calm(who)
 
     def happened(n: int) -> str:
-        outcome, found, _ = live(tmp_path / "w", Plan(who=who, points=doing(n, do)))
+        outcome, found, _ = one_life(tmp_path / "w", Plan(who=who, points=doing(n, do)))
         assert not difference(outcome, wanted), f"before {found.hit}: {difference(outcome, wanted)}"
         return found.hit
 
@@ -299,7 +328,7 @@ def test_any_kind_of_request_fails(who: str, fault: str, tmp_path: Path, calm: C
                 raise REFUSALS.get(fault, REFUSALS["timeout"])
 
         faults = Faults(after=hurt) if fault == "timeout after commit" else Faults(before=hurt)
-        outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=always(faults)))
+        outcome, _, _ = one_life(tmp_path / "w", Plan(who=who, faults=always(faults)))
         assert not difference(outcome, wanted), f"{which}, time {at}: {difference(outcome, wanted)}"
         return which if seen[which] >= at else ""
 
@@ -326,7 +355,7 @@ def test_the_api_server_is_away_for_a_minute(who: str, fault: str, tmp_path: Pat
 
             return Faults(before=hurt)
 
-        outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=faults))
+        outcome, _, _ = one_life(tmp_path / "w", Plan(who=who, faults=faults))
         assert not difference(outcome, wanted), f"from second {start} on: {difference(outcome, wanted)}"
         return hit
 
@@ -353,7 +382,7 @@ def test_events_of_a_watch(who: str, what: str, faults: WatchFaults, tmp_path: P
     wanted, _ = calm(who)
 
     def hurt(_number: int) -> str:
-        outcome, _, _ = live(tmp_path / "w", Plan(who=who, faults=always(Faults(watch=faults))))
+        outcome, _, _ = one_life(tmp_path / "w", Plan(who=who, faults=always(Faults(watch=faults))))
         assert not difference(outcome, wanted), difference(outcome, wanted)
         return what
 
