@@ -231,7 +231,10 @@ def test_an_incapable_node_starts_cold_without_a_barrier() -> None:
 
 STEPS: list[tuple[str, View, type]] = [
     ("no hello", view(hello=None), decide.Wait),
-    ("terminating", view(deleting=True), decide.Wait),
+    ("terminating", view(COLD, deleting=True), decide.Wait),
+    ("terminating, serves", view(serving(), deleting=True), decide.Wait),
+    ("terminating, hello, too late", view(age=8.6, deleting=True), decide.Wait),
+    ("terminating, no hello", view(hello=None, deleting=True), decide.Wait),
     ("ended", view(finished=True), decide.Wait),
     ("ended, order", view(finished=True, candidates=(ORDER,)), decide.FailOrder),
     ("hello", view(), decide.Answer),
@@ -418,8 +421,11 @@ def test_every_view_has_a_safe_step(v: View) -> None:
     if isinstance(step, decide.End):
         assert v.files.ending is not None
         assert 0 < step.timeout_s <= v.files.ending.timeout_s
-    elif v.files.hello is None or v.pod.deleting:
+    elif v.files.hello is None:
         assert isinstance(step, decide.Wait)
+    elif v.pod.deleting:
+        told = isinstance(step, decide.Answer) and (step.start.mode, step.start.reason) == ("refuse", Reason.POD_DELETED)
+        assert told or isinstance(step, decide.Wait)
     if isinstance(step, decide.Answer):
         assert v.files.start is None
         assert v.age("hello.json") < 8.5
@@ -427,7 +433,7 @@ def test_every_view_has_a_safe_step(v: View) -> None:
         if step.start.mode == "restore":
             assert usable(v, step.start.content)
             assert v.pod.settings.restore_policy != RestorePolicy.DISABLED
-        if step.start.mode == "refuse":
+        if step.start.mode == "refuse" and not v.pod.deleting:
             assert v.pod.settings.restore_policy == RestorePolicy.REQUIRE
     if isinstance(step, decide.Restore):
         assert usable(v, step.content)

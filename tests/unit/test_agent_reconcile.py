@@ -959,11 +959,15 @@ async def test_the_status_goes_on_where_a_replaced_disk_forgot(box: Box) -> None
     assert status["restores"] == {"succeeded": 5, "failed": 2, "consecutiveFailures": 0}
 
 
-async def test_a_terminating_pod_is_left_alone(box: Box) -> None:
-    uid = box.add_pod("a", deletionTimestamp="2027-01-01T00:00:00Z")
+async def test_nothing_starts_in_a_terminating_pod(box: Box) -> None:
+    """A SIGTERM that came before its PID 1 could hear it is not sent again: it would start, and serve for its grace period."""
+    box.add_content("art", "gone", captured=True)
+    uid = box.add_pod("b", deletionTimestamp="2027-01-01T00:00:00Z")
     box.hello(uid)
     await box.settle()
-    assert box.files(uid).start is None
+    start = box.files(uid).start
+    assert start is not None
+    assert (start.mode, start.reason) == ("refuse", Reason.POD_DELETED)
     assert box.kube.writes == []
 
 

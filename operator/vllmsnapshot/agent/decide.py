@@ -262,6 +262,9 @@ def next_step(v: View) -> Step:
         if left > 0:
             return End(timeout_s=left)
     if v.pod.deleting:
+        if undecided(v):
+            # Its PID 1 was told to end before it could hear that (docs/child.md), and nobody tells it again.
+            return Answer(start=_start(v, "refuse", Reason.POD_DELETED, "the pod is being deleted"))
         return Wait(why="terminating")
     if v.pod.finished:
         return _fail_order(v, Reason.SOURCE_GONE, "the pod has ended") or Wait(why="ended")
@@ -272,7 +275,7 @@ def next_step(v: View) -> Step:
         return lost
     start = v.files.start
     if start is None and v.files.serving is None and v.files.ready is None:
-        if v.age(HELLO) < v.pod.decision_timeout_s - ANSWER_MARGIN_S:
+        if undecided(v):
             return Answer(start=choose(v))
         return _fail_order(v, Reason.SOURCE_RELEASED, "started without the agent, so without a barrier") or Wait(why="unattended")
     if start is not None and start.mode == "refuse":
@@ -293,6 +296,18 @@ def next_step(v: View) -> Step:
         if failed is not None:
             return failed
     return Wait(why="starting")
+
+
+def undecided(v: View) -> bool:
+    """Whether init waits for a decision, and long enough to get it."""
+    f = v.files
+    return (
+        f.hello is not None
+        and f.start is None
+        and f.serving is None
+        and f.ready is None
+        and v.age(HELLO) < v.pod.decision_timeout_s - ANSWER_MARGIN_S
+    )
 
 
 def restoring(v: View) -> bool:

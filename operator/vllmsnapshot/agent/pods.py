@@ -149,7 +149,7 @@ class Pods:
         note = f"{start.reason}: {start.message}"
         if start.mode == "cold":
             self.node.tell(v.pod, Reason.COLD_STARTED, "Start", f"Starts cold, {note}", start.incarnation + start.reason)
-        elif start.mode == "refuse":
+        elif start.mode == "refuse" and start.reason != Reason.POD_DELETED:
             self.node.tell(v.pod, start.reason, "Start", f"Start refused, {start.message}", start.incarnation, warning=True)
 
     async def _raise_pids(self, v: View) -> None:

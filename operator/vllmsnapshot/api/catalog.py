@@ -32,6 +32,7 @@ REASONS: dict[str, str] = {
     R.UNATTENDED: "No agent was ready on the node: the replica started by itself and proved its own answer.",
     R.AGENT_RESTARTED: "The agent ended in the midst of it; nobody's failure.",
     R.RECAPTURE: "A new artifact was asked for, so this replica starts cold.",
+    R.POD_DELETED: "The pod is being deleted: nothing is started in it any more.",
     R.STARTING: "The replica has not answered the canary prompt yet.",
     R.CANARY_MISMATCH: "The answer to the canary prompt is not the recorded one: the replica was ended before it served.",
     R.ENGINE_FAILED: "The engine gave up; the message has its reason.",

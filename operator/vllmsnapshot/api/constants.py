@@ -130,6 +130,7 @@ class Reason:
     UNATTENDED: Final = "Unattended"
     AGENT_RESTARTED: Final = "AgentRestarted"
     RECAPTURE: Final = "Recapture"
+    POD_DELETED: Final = "PodDeleted"
 
     # why a replica is not (yet) verified
     STARTING: Final = "Starting"
