@@ -91,6 +91,16 @@ async def test_expired_credentials_are_read_again_at_once(lab: Lab) -> None:
     assert lab.login.trouble() is None
 
 
+async def test_what_was_refused_once_and_then_good_is_no_trouble_at_the_next_login(lab: Lab) -> None:
+    await lab.given()
+    await lab.given()
+    await lab.given(after=VALID.total_seconds())
+    assert lab.login.trouble() is None
+    lab.pauses.clear()
+    await lab.given()
+    assert lab.pauses == [1]
+
+
 async def test_a_token_that_was_rotated_meanwhile_is_tried_at_once(lab: Lab) -> None:
     await lab.given()
     lab.token = "two"

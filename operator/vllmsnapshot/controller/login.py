@@ -91,7 +91,8 @@ class Login:
         """Credentials that kopf has not had before, as soon as they are worth a try. Never fails: kopf would end, or wait unheard."""
         last, self._last = self._last, None
         if last is None or (last.expiration is not None and self._now() >= last.expiration):
-            refused = None
+            # Good to their end, so whatever was refused before is past.
+            refused, self._refusals = None, Refusals()
         else:
             refused = last
             self._refuse("the API server refuses our credentials (401)")
