@@ -1,7 +1,7 @@
 """An API server in memory, as far as operator and agent use one, below `Kube.request`: all of the client's own code runs.
 
-It has resource versions, UIDs and generations, 409 and 422, server-side apply with field managers, the status and binding
-subresources, finalizers, graceful deletion of pods, garbage collection by owner, label and field selectors, and watches with
+It has resource versions, UIDs and generations, 409 and 422, server-side apply with field managers, the status
+subresource, finalizers, graceful deletion of pods, garbage collection by owner, label and field selectors, and watches with
 a bounded history. What it lacks (validation, defaults, admission) is tested against the real one in tests/controlplane.
 """
 
@@ -232,13 +232,6 @@ class Server:
                 return clone(self.objects[key])
             case "GET":
                 return self.listed(call.resource, call.namespace, query.get("labelSelector"), query.get("fieldSelector"))
-            case "POST" if call.subresource == "binding":
-                bound = self.edit(
-                    call.resource, call.name, call.namespace, lambda x: x["spec"].update(nodeName=body["target"]["name"])
-                )
-                if bound is None:
-                    raise ApiError(404, "NotFound", str(call))
-                return bound
             case "POST":
                 return self.post(call.resource, body)
             case "DELETE":

@@ -11,7 +11,7 @@ import asyncio
 import errno
 import functools
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -80,18 +80,12 @@ def difference(outcome: Outcome, wanted: Outcome) -> str:
     )
 
 
-Meanwhile = Callable[[World], Awaitable[None]]
-
-
-def one_life(root: Path, plan: Plan | None = None, meanwhile: Meanwhile | None = None) -> tuple[Outcome, Points, World]:
-    """One life in a directory of its own. `meanwhile` happens at the same time."""
+def one_life(root: Path, plan: Plan | None = None) -> tuple[Outcome, Points, World]:
+    """`life` in a directory of its own."""
     outcome: Outcome = []
 
     async def scenario(x: World) -> None:
-        beside = asyncio.ensure_future(meanwhile(x)) if meanwhile else None
         outcome.extend(await life(x))
-        if beside is not None:
-            await beside
 
     x = lived(root, scenario, plan)
     assert x.first is not None or not (plan and plan.who)

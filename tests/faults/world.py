@@ -78,7 +78,6 @@ class Engine:
 
     oracle: Oracle
     expected: Oracle
-    restored: bool
     pid: int
     serving: bool = False
     alive: bool = True
@@ -223,14 +222,14 @@ class Container:
         """PID 1 starts the server."""
         self._pid = max(self._pid, 1) + 1
         oracle = answer(self.image)
-        engine = self._add(Engine(oracle=oracle, expected=oracle, restored=False, pid=self._pid))
+        engine = self._add(Engine(oracle=oracle, expected=oracle, pid=self._pid))
         engine.task = self._task(self._cold(engine, attended, incarnation))
         return engine.pid
 
     def put_back(self, memory: dict[str, Any]) -> Engine:
         """CRIU has restored the tree."""
         oracle, expected = (Oracle.from_dict(memory[k], k) for k in ("oracle", "expected"))
-        engine = self._add(Engine(oracle=oracle, expected=expected, restored=True, pid=1001))
+        engine = self._add(Engine(oracle=oracle, expected=expected, pid=1001))
         engine.task = self._task(self._released(engine))
         return engine
 
@@ -462,7 +461,6 @@ class OperatorProcess(Process):
         world = self.world
         reconciler = Reconciler(self.client, SYSTEM, clock=world.now, share_s=0.0)
         operator = Operator(self.client, Options(agent_namespace=SYSTEM, health_port=0, resync_s=30.0), reconciler=reconciler)
-        world.operator = operator
         numbers = iter(range(1, 1 << 30))
 
         def hint(change: Change) -> None:
@@ -559,8 +557,6 @@ class World:
         self.broken: list[str] = []
         """What must never be true and was, and what nobody should have raised. Kept, as operator and agent survive any exception."""
         self.containers: dict[str, Container] = {}
-        self.restarts: dict[str, int] = {}
-        self.operator: Operator | None = None
         self.first: Points | None = None
         self.agents: dict[str, AgentProcess] = {}
         self.deaths = 0
@@ -739,8 +735,6 @@ class World:
                 self.server.delete(PODS, meta["name"], meta["namespace"], uid=uid, grace=0)
             return
         if container is None or container.code is not None:
-            if container is not None:
-                self.restarts[uid] = self.restarts.get(uid, 0) + 1
             os.makedirs(control_path(self.kubelet_dir(node), uid), exist_ok=True)
             container = self.containers[uid] = Container(self, pod)
 
