@@ -417,7 +417,10 @@ class WatchFaults:
 
 @dataclass
 class Faults:
-    """What happens to requests: `before` and `after` may raise ApiError. `number` counts this client's requests, reads too."""
+    """What happens to requests: `before` and `after` may raise ApiError, `after` in place of what the server answers.
+
+    `number` counts this client's requests, reads too.
+    """
 
     before: Callable[[Call, int], None] = lambda _call, _number: None
     after: Callable[[Call, int], None] = lambda _call, _number: None
@@ -460,20 +463,15 @@ class Client(Kube):
         number = len(self.calls)
         if not self.points.spared():
             self.faults.before(call, number)
-        if not call.writes:
-            answer = self.server.answer(call, query or {}, body, content_type)
-            if not self.points.spared():
-                self.faults.after(call, number)
-            return answer
-        point = self.points.meet(str(call))
+        point = self.points.meet(str(call)) if call.writes else 0
         try:
-            answer = self.server.answer(call, query or {}, body, content_type)
+            return self.server.answer(call, query or {}, body, content_type)
         finally:
+            # Also where that was refused.
             if self.points.loses(point):
                 raise ApiError(0, "TransportError", "the answer was lost")
-        if not self.points.spared():
-            self.faults.after(call, number)
-        return answer
+            if not self.points.spared():
+                self.faults.after(call, number)
 
     async def _watch_once(
         self, resource: Resource, namespace: str | None, labels: str | None, fields: str | None, version: str

@@ -175,12 +175,14 @@ def test_a_case_that_fails_keeps_no_other_from_being_tried() -> None:
     assert cases.lines() == ["     3  suite; failures: 2", "     3  cases in all; failures: 2"]
 
 
-async def test_the_answer_to_a_refused_write_can_be_lost() -> None:
-    points = Points(lose_at=1)
-    with pytest.raises(ApiError) as e:
-        await Client(Server(lambda: 0.0), "x", points).delete(PODS, "none", "default", uid="u")
-    assert e.value.status == 0
-    assert points.hit
+async def test_a_refusal_can_be_lost_as_any_answer() -> None:
+    def lose(_call: Call, _number: int) -> None:
+        raise REFUSALS["timeout"]
+
+    for points, faults in ((Points(lose_at=1), Faults()), (Points(), Faults(after=lose))):
+        with pytest.raises(ApiError) as e:
+            await Client(Server(lambda: 0.0), "x", points, faults).delete(PODS, "none", "default", uid="u")
+        assert e.value.status == 0
 
 
 def at(**what: int) -> Callable[[World], Points]:
