@@ -259,6 +259,14 @@ def test_any_file_operation_is_refused(number: int, for_good: bool, tmp_path: Pa
     cases.each(name, chosen(points, name, is_file), refused)
 
 
+def test_a_deletion_that_the_disk_refuses_is_a_line_in_the_log_and_is_done_later(tmp_path: Path, calm: Calm) -> None:
+    wanted, points = calm(AGENT)
+    n = next(n for n, name in enumerate(points, start=1) if name.startswith("os.rename deleted-"))
+    outcome, found, _ = one_life(tmp_path / "w", Plan(who=AGENT, points=at(refuse_at=n, errno=errno.EIO)))
+    assert found.hit.startswith("os.rename deleted-")
+    assert not difference(outcome, wanted)
+
+
 @pytest.mark.parametrize(
     ("what", "do"),
     [

@@ -26,6 +26,7 @@ from .cache import Cache
 from .canary import Canary
 from .config import Config, from_process
 from .contents import Contents
+from .errors import AgentError
 from .ledger import Ledger
 from .metrics import node_state
 from .node import Ask, Node
@@ -91,8 +92,8 @@ class Loop:
                 except ApiError as e:
                     log.warning("%s: %s", key, e)
                     delay = e.retry_after_s or RETRY_S
-                except OSError as e:
-                    # A disk that is full stays so for a while: a line each time, and no more.
+                except (OSError, AgentError) as e:
+                    # A disk that is full or broken stays so for a while: a line each time, and no more.
                     log.warning("%s: %s", key, e)
                     delay = RETRY_S
                 except Exception:
@@ -354,7 +355,7 @@ class Agent:
         while True:
             try:
                 await work()
-            except ApiError as e:
+            except (ApiError, OSError, AgentError) as e:
                 log.warning("%s: %s", work.__name__, e)
             except Exception:
                 log.exception("%s", work.__name__)
