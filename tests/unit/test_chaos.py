@@ -259,6 +259,19 @@ def test_a_pod_that_is_gone_from_the_api_may_still_answer_as_it_should(subject: 
     assert len(subject.traffic.wrong) == 1
 
 
+def test_a_port_may_still_be_anothers_until_the_replica_is_ready(subject: Subject) -> None:
+    """The one before was deleted without a grace period, and the kubelet has not got to it."""
+    there(subject, routed("a-0", 2, "10.0.0.1:80"), routed("b-0", 4, "10.0.0.1:81"))
+    new = routed("a-1", 3, "10.0.0.1:80", ready=False)
+    there(subject, new)
+    subject.heard(new, answer(mib=2), ready=False, asked=0)
+    subject.heard(new, answer(mib=3), ready=True, asked=0)
+    assert subject.traffic.wrong == []
+    subject.heard(new, answer(mib=4), ready=False, asked=0)
+    subject.heard(new, answer(mib=2), ready=True, asked=0)
+    assert len(subject.traffic.wrong) == 2
+
+
 def test_a_killed_replica_is_blamed_until_it_is_known_to_be_out_of_service(subject: Subject, blame: Blame, clock: Clock) -> None:
     there(subject, pod("a-0", 2), pod("a-1", 2))
     blame.strike("a", "uid-a-0", "killed")
