@@ -73,16 +73,16 @@ class Blame:
                 window.ended = self._clock()
 
     def nobody(self, snapshot: str, *, wanted: int) -> None:
-        """The last ready replica is gone."""
+        """The last ready replica is gone, or kube-proxy routes to none."""
         now = self._clock()
         struck = any(w.uid and w.snapshot == snapshot and now <= w.ended + LINGER_S for w in self.windows)
-        if wanted and not struck and now > self._calm:
+        if wanted and not struck and now > max(self._calm, self._blind):
             self.outages.append(Window(snapshot, "", "no replica is ready", now))
             return
         self.windows.append(Window(snapshot, "", "no replica is ready", now))
 
     def somebody(self, snapshot: str) -> None:
-        """A replica is ready again."""
+        """A replica is ready again, and routed to."""
         for window in (*self.windows, *self.outages):
             if window.snapshot == snapshot and not window.uid and window.ended == math.inf:
                 window.ended = self._clock()
@@ -94,15 +94,9 @@ class Blame:
         for window in mine:
             _prolong(window, now)
         blamed = any(not window.gentle and now <= window.ended + LINGER_S for window in mine)
-        gentle = next((window for window in mine if window.gentle), None)
+        gentle = next((window for window in mine if window.gentle and now <= window.ended + LINGER_S), None)
         if gentle is not None and not blamed and now < self._blind:
             self.windows.append(Window(gentle.snapshot, uid, "it ended before kube-proxy was told", gentle.began, now))
-
-    def unrouted(self, snapshot: str) -> None:
-        """kube-proxy has no rule that leads to a replica that is ready."""
-        for window in self.windows:
-            if window.snapshot == snapshot and not window.uid:
-                _prolong(window, self._clock())
 
     def excuse(self, snapshot: str, began: float, ended: float, uid: str | None = None) -> str | None:
         """Why a request to the Service, or with `uid` to one replica, may have failed; None: it may not."""

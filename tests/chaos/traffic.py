@@ -141,7 +141,8 @@ class Subject(Snapshot):
         """By UID, with the time at which each was last there."""
         self._gone: set[str] = set()
         self._serving = False
-        self._destinations: Set[str] = frozenset()
+        self._destinations: Set[str] | None = None
+        """Where kube-proxy's rules lead; None before the first look at them."""
 
     # --- who is there ---
 
@@ -175,18 +176,20 @@ class Subject(Snapshot):
             if (state := _state(pod)) != (_state(before) if before else ""):
                 self.traffic.history.append((now, self.name, f"{pod['metadata']['name']} ({_address(pod)}) {state}"))
             self._pods[uid] = pod, now
-        serving = any(serves(pod) for pod in present.values())
-        if serving and not self._serving:
+        self._reach()
+
+    def _reach(self) -> None:
+        """Whether requests to the Service go to a replica. Rules that lead nowhere are nearer to the truth than a watch, which may be late."""
+        reached = any(serves(pod) for pod in self.seen.present) and self._destinations != set()
+        if reached and not self._serving:
             self.blame.somebody(self.name)
-        elif self._serving and not serving:
+        elif self._serving and not reached:
             self.blame.nobody(self.name, wanted=self.wanted)
-        self._serving = serving
+        self._serving = reached
 
     def routed(self, destinations: Set[str]) -> None:
         """kube-proxy's rules lead requests to the Service to these addresses now."""
         serving = {_address(pod) for pod in self.seen.present if serves(pod)}
-        if not destinations & serving:
-            self.blame.unrouted(self.name)
         for uid, (pod, _) in self._pods.items():
             if _address(pod) in destinations - serving:
                 self.blame.still_routed(uid)
@@ -194,6 +197,7 @@ class Subject(Snapshot):
             self._destinations = destinations
             told = ", ".join(sorted(destinations)) or "nowhere"
             self.traffic.history.append((time.monotonic(), self.name, f"routed to {told}"))
+            self._reach()
 
     def _recent(self) -> list[Object]:
         """Pods that a request may have gone to."""

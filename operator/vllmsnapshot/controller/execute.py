@@ -41,6 +41,7 @@ class Executor:
         self._clock = clock
         # Held over list, choice and creation: two snapshots that scale at once must not choose the same port.
         self._port_lock = asyncio.Lock()
+        self._last_port: int | None = None
 
     async def run(self, claim: Claim, actions: tuple[p.Action, ...]) -> Outcome:
         """Execute in order. What the server refuses is reported and does not keep the rest from happening."""
@@ -112,10 +113,11 @@ class Executor:
             return await self._post_pod(claim, _pod(claim, spec, action, spec.serving.port))
         async with self._port_lock:
             span = spec.serving.port_range
-            port = ports.assign(span, ports.in_use(await self._kube.list(PODS, labels=PODS_OF_ALL)))
+            port = ports.assign(span, ports.in_use(await self._kube.list(PODS, labels=PODS_OF_ALL)), self._last_port)
             if port is None:
                 text = f"all ports of serving.portRange {span.start}-{span.end} are in use by replicas of this cluster; widen it"
                 return Problem(c.Reason.NO_PORT_LEFT, text)
+            self._last_port = port
             return await self._post_pod(claim, _pod(claim, spec, action, port))
 
     async def _post_pod(self, claim: Claim, body: dict[str, Any]) -> Problem | None:

@@ -23,7 +23,16 @@ def in_use(pods: Iterable[Mapping[str, Any]]) -> frozenset[int]:
     return frozenset(ports)
 
 
-def assign(span: PortRange, used: Iterable[int]) -> int | None:
-    """The lowest port of `span` (both ends included) that is not used, or None if all are."""
+def assign(span: PortRange, used: Iterable[int], last: int | None = None) -> int | None:
+    """The next port of `span` (both ends included) that is not used, or None if all are.
+
+    The next after `last`, the one that was assigned last, in a circle; without it after the highest that is used. Not the lowest free
+    one: who held that may be a pod that was just deleted without a grace period, which the kubelet has not ended yet. It would answer
+    for its successor, to the kubelet's probes too.
+    """
     taken = frozenset(used)
-    return next((port for port in range(span.start, span.end + 1) if port not in taken), None)
+    ports = range(span.start, span.end + 1)
+    if last is None:
+        last = max((port for port in taken if port in ports), default=span.end)
+    after = last - span.start + 1 if last in ports else 0
+    return next((port for port in (*ports[after:], *ports[:after]) if port not in taken), None)
