@@ -27,8 +27,8 @@ class Window:
     ended: float = math.inf
     gentle: bool = False
     """A graceful end: excuses direct requests to the pod, and none to the Service."""
-    returns: bool = False
-    """The pod stays, and serves again."""
+    death: int = 0
+    """Where the pod stays, and serves again: which of its container's ends this is, counted from 1; 0: the pod does not stay."""
 
 
 class Blame:
@@ -39,6 +39,8 @@ class Blame:
         self.outages: list[Window] = []
         """Times without a ready replica that nothing done here explains."""
         self._clock = clock
+        self._deaths: dict[str, int] = {}
+        """By pod: how often its container has ended, as far as the API has told."""
         self._calm = 0.0
         self._blind = 0.0
 
@@ -50,9 +52,11 @@ class Blame:
         """For so long from now kube-proxy may not know of what ends: the API server was away."""
         self._blind = self._clock() + seconds
 
-    def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False, returns: bool = False) -> Window:
-        """Something is about to be done to a pod."""
-        window = Window(snapshot, uid, why, self._clock(), gentle=gentle, returns=returns)
+    def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False, kill: bool = False) -> Window:
+        """Something is about to be done to a pod. `kill`: to its container alone."""
+        told = self._deaths.get(uid, 0)
+        pending = max((window.death - told for window in self.windows if window.uid == uid), default=0)
+        window = Window(snapshot, uid, why, self._clock(), gentle=gentle, death=told + max(pending, 0) + 1 if kill else 0)
         self.windows.append(window)
         return window
 
@@ -61,15 +65,22 @@ class Blame:
         self.windows.remove(window)
 
     def over(self, uid: str) -> None:
-        """The pod is known to be out of service, or back: whoever is asked from now on is another."""
+        """The pod is gone."""
         for window in self.windows:
             if window.uid == uid and window.ended == math.inf:
+                window.ended = self._clock()
+
+    def died(self, uid: str, deaths: int) -> None:
+        """The API tells that the pod's container has ended so many times. A later kill than these is news that is still to come."""
+        self._deaths[uid] = deaths
+        for window in self.windows:
+            if window.uid == uid and 0 < window.death <= deaths and window.ended == math.inf:
                 window.ended = self._clock()
 
     def answered(self, uid: str, asked: float) -> None:
         """The pod has answered a request of this time: it serves again, also where no restart was ever told of."""
         for window in self.windows:
-            if window.uid == uid and window.returns and window.began < asked and window.ended == math.inf:
+            if window.uid == uid and window.death and window.began < asked and window.ended == math.inf:
                 window.ended = self._clock()
 
     def nobody(self, snapshot: str, *, wanted: int) -> None:

@@ -200,7 +200,7 @@ class Faults:
 
     def _kill_engine(self, subject: Subject, pod: Object) -> str:
         uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
-        window = self.blame.strike(subject.name, uid, "its engine was killed", returns=True)
+        window = self.blame.strike(subject.name, uid, "its engine was killed", kill=True)
         if not self.node.kill(uid, ENGINE):
             self.blame.withdraw(window)
             raise Missed(f"no engine runs in {name}")
@@ -208,7 +208,7 @@ class Faults:
 
     def _kill_init(self, subject: Subject, pod: Object) -> str:
         uid, name = pod["metadata"]["uid"], pod["metadata"]["name"]
-        window = self.blame.strike(subject.name, uid, "its container was killed", returns=True)
+        window = self.blame.strike(subject.name, uid, "its container was killed", kill=True)
         try:
             _kill(self.node.init(uid))
         except LookupError as e:

@@ -23,7 +23,7 @@ from tests.nodeview import NodeView
 from tests.observer import Observer
 from tests.system import PROMPT, System, condition
 from vllmsnapshot.api import constants as c
-from vllmsnapshot.kube import Object, WatchEvent
+from vllmsnapshot.kube import PODS, ApiError, Object, WatchEvent
 
 PAUSE_S: Final = 0.2
 """Between two requests of a client: two snapshots have six clients of their Services and one of each replica."""
@@ -169,10 +169,8 @@ class Subject(Snapshot):
             self.sizes[pod["metadata"]["labels"][c.LABEL_IDENTITY]] = size_of(pod)
             if "deletionTimestamp" in pod["metadata"] and "deletionTimestamp" not in before.get("metadata", {}):
                 self.blame.strike(self.name, uid, "ended gracefully", gentle=True)
-            # Only what changes is news of the kill: a state that the kubelet had not told before may come later than it. Not that it
-            # is not ready any more: a kubelet that has started calls every pod so for a moment, and goes on without a look at it.
-            if before and (_restarts(pod) > _restarts(before) or (_runs(before) and not _runs(pod))):
-                self.blame.over(uid)
+            # Not that it is not ready any more: a kubelet that has started calls every pod so for a moment, and goes on without a look at it.
+            self.blame.died(uid, _deaths(pod))
             if (state := _state(pod)) != (_state(before) if before else ""):
                 self.traffic.history.append((now, self.name, f"{pod['metadata']['name']} ({_address(pod)}) {state}"))
             self._pods[uid] = pod, now
@@ -222,14 +220,25 @@ class Subject(Snapshot):
                     raise ValueError(f"status {response.status}: {raw[:200]}")
             text = str(json.loads(raw)["choices"][0]["text"])
         except (aiohttp.ClientError, TimeoutError, OSError, ValueError, KeyError) as e:
-            if ready:
-                error = f"{type(e).__name__}: {e}"
-                uid = pod["metadata"]["uid"]
-                self.traffic.failures.append(Failure(self.name, "direct", began, time.monotonic(), error, uid))
+            ended = time.monotonic()
+            if ready and not await self._leaving(pod):
+                self.traffic.failures.append(
+                    Failure(self.name, "direct", began, ended, f"{type(e).__name__}: {e}", pod["metadata"]["uid"])
+                )
             return None
         self.traffic.answered["direct"] += 1
         self.heard(pod, text, ready=ready, asked=began)
         return text
+
+    async def _leaving(self, pod: Object) -> bool:
+        """Whether it has been deleted, by the API itself: a watch may be late with that."""
+        while True:
+            try:
+                now = await self.system.kube.get(PODS, pod["metadata"]["name"], self.namespace)
+            except ApiError:  # it is away; it will say when it is back
+                await asyncio.sleep(PAUSE_S)
+                continue
+            return now is None or now["metadata"]["uid"] != pod["metadata"]["uid"] or "deletionTimestamp" in now["metadata"]
 
     def heard(self, pod: Object, text: str, *, ready: bool, asked: float) -> None:
         """An answer from where the replica listens or is to listen; `ready`: the API called it so when it was `asked`."""
@@ -282,6 +291,17 @@ def _restarts(pod: Object) -> int:
 def _address(pod: Object) -> str:
     """Where its engine listens or is to listen, as in kube-proxy's rules."""
     return f"{pod.get('status', {}).get('podIP')}:{pod['metadata'].get('annotations', {}).get(c.ANNOTATION_PORT)}"
+
+
+def _deaths(pod: Object) -> int:
+    """How often the engine's container has ended, as far as the API tells."""
+    found = 0
+    for status in pod.get("status", {}).get("containerStatuses") or []:
+        if status["name"] == c.CONTAINER:
+            state = status.get("state", {})
+            ended = "terminated" in state or ("waiting" in state and "terminated" in status.get("lastState", {}))
+            found = int(status["restartCount"]) + ended
+    return found
 
 
 def _runs(pod: Object) -> bool:

@@ -274,7 +274,7 @@ def test_a_port_may_still_be_anothers_until_the_replica_is_ready(subject: Subjec
 
 def test_a_killed_replica_is_blamed_until_it_is_known_to_be_out_of_service(subject: Subject, blame: Blame, clock: Clock) -> None:
     there(subject, pod("a-0", 2), pod("a-1", 2))
-    blame.strike("a", "uid-a-0", "killed")
+    blame.strike("a", "uid-a-0", "killed", kill=True)
     there(subject, pod("a-0", 2), pod("a-1", 2))  # nobody knows yet
     clock.now = 130
     assert blame.excuse("a", 129, 130) == "killed"
@@ -285,7 +285,7 @@ def test_a_killed_replica_is_blamed_until_it_is_known_to_be_out_of_service(subje
 def test_a_kubelet_that_starts_does_not_end_the_blame(subject: Subject, blame: Blame, clock: Clock) -> None:
     """It calls every pod not ready, and then ready as before, until it comes to look at the one that was killed."""
     there(subject, pod("a-0", 2), pod("a-1", 2))
-    blame.strike("a", "uid-a-0", "killed")
+    blame.strike("a", "uid-a-0", "killed", kill=True)
     there(subject, pod("a-0", 2, ready=False), pod("a-1", 2))
     there(subject, pod("a-0", 2), pod("a-1", 2))
     clock.now = 150
@@ -304,7 +304,7 @@ def test_what_was_not_done_excuses_nothing_and_ends_nothing(blame: Blame, clock:
 def test_old_news_does_not_end_the_blame(subject: Subject, blame: Blame, clock: Clock) -> None:
     """The kubelet tells late that a replica had become ready, when it has been killed already."""
     there(subject, pod("a-0", 2, ready=False))
-    blame.strike("a", "uid-a-0", "killed")
+    blame.strike("a", "uid-a-0", "killed", kill=True)
     there(subject, pod("a-0", 2, ready=False))
     there(subject, pod("a-0", 2))
     clock.now = 150
@@ -315,7 +315,7 @@ def test_old_news_does_not_end_the_blame(subject: Subject, blame: Blame, clock: 
 
 def test_a_restart_that_nobody_saw_unready_ends_the_blame_too(subject: Subject, blame: Blame) -> None:
     there(subject, pod("a-0", 2))
-    blame.strike("a", "uid-a-0", "killed")
+    blame.strike("a", "uid-a-0", "killed", kill=True)
     there(subject, pod("a-0", 2, restarts=1))
     assert [window.ended for window in blame.windows] == [100.0]
 
@@ -337,7 +337,7 @@ def routed(name: str, mib: int, address: str, **more: Any) -> Object:
 
 def test_a_killed_replica_is_blamed_while_kube_proxy_still_routes_to_it(subject: Subject, blame: Blame, clock: Clock) -> None:
     there(subject, routed("a-0", 2, "10.0.0.1:80"), routed("a-1", 2, "10.0.0.2:80"))
-    blame.strike("a", "uid-a-0", "killed")
+    blame.strike("a", "uid-a-0", "killed", kill=True)
     there(subject, routed("a-1", 2, "10.0.0.2:80"))
     for _ in range(10):
         subject.routed({"10.0.0.1:80", "10.0.0.2:80"})
@@ -347,9 +347,21 @@ def test_a_killed_replica_is_blamed_while_kube_proxy_still_routes_to_it(subject:
     assert blame.excuse("a", 118 + LINGER_S + 0.1, 130) is None
 
 
+def test_news_of_one_kill_is_none_of_the_next(subject: Subject, blame: Blame, clock: Clock) -> None:
+    """Both came while the API server was away; the first is told when it is back."""
+    there(subject, pod("a-0", 2, restarts=1))
+    one = blame.strike("a", "uid-a-0", "killed", kill=True)
+    blame.answered("uid-a-0", clock.now + 1)
+    other = blame.strike("a", "uid-a-0", "killed", kill=True)
+    there(subject, pod("a-0", 2, restarts=2))
+    assert (one.ended, other.ended) == (100, math.inf)
+    there(subject, pod("a-0", 2, restarts=2, ready=False, runs=False))
+    assert other.ended == 100
+
+
 def test_a_killed_replica_that_answers_again_is_blamed_no_more(blame: Blame, clock: Clock) -> None:
     """The kubelet counts no restart of a container that it had not yet told of, or whose remains are gone."""
-    killed = blame.strike("a", "uid", "killed", returns=True)
+    killed = blame.strike("a", "uid", "killed", kill=True)
     deleted = blame.strike("a", "uid", "deleted")
     clock.now = 130
     blame.answered("uid", 99)
@@ -360,7 +372,7 @@ def test_a_killed_replica_that_answers_again_is_blamed_no_more(blame: Blame, clo
 
 def test_an_address_that_is_another_replicas_by_now_blames_nobody(subject: Subject, blame: Blame, clock: Clock) -> None:
     there(subject, routed("a-0", 2, "10.0.0.1:80"))
-    blame.strike("a", "uid-a-0", "killed")
+    blame.strike("a", "uid-a-0", "killed", kill=True)
     there(subject)
     clock.now = 102
     there(subject, routed("a-1", 2, "10.0.0.1:80"))
@@ -392,7 +404,7 @@ def test_a_graceful_end_excuses_the_service_only_where_kube_proxy_could_not_be_t
 def test_that_no_replica_is_ready_excuses_until_one_is_routed_to(subject: Subject, blame: Blame, clock: Clock) -> None:
     there(subject, routed("a-0", 2, "10.0.0.1:80"))
     subject.routed({"10.0.0.1:80"})
-    blame.strike("a", "uid-a-0", "killed")
+    blame.strike("a", "uid-a-0", "killed", kill=True)
     there(subject, routed("a-0", 2, "10.0.0.1:80", ready=False, runs=False))
     subject.routed(frozenset())
     clock.now = 120
@@ -436,7 +448,7 @@ def test_rules_that_lead_nowhere_are_an_outage_where_nothing_was_done(subject: S
 
 
 def test_failures_are_sorted_into_excused_and_not(subject: Subject, blame: Blame) -> None:
-    blame.strike("a", "uid-a-0", "killed")
+    blame.strike("a", "uid-a-0", "killed", kill=True)
     excused, guilty = Failure("a", "new", 100, 101, "cut"), Failure("a", "new", 90, 91, "cut")
     subject.traffic.failures = [excused, guilty]
     assert subject.traffic.judged() == ({"killed": 1}, [guilty])
