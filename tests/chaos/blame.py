@@ -54,9 +54,8 @@ class Blame:
 
     def strike(self, snapshot: str, uid: str, why: str, *, gentle: bool = False, kill: bool = False) -> Window:
         """Something is about to be done to a pod. `kill`: to its container alone."""
-        told = self._deaths.get(uid, 0)
-        pending = max((window.death - told for window in self.windows if window.uid == uid), default=0)
-        window = Window(snapshot, uid, why, self._clock(), gentle=gentle, death=told + max(pending, 0) + 1 if kill else 0)
+        deaths = (self._deaths.get(uid, 0), *(window.death for window in self.windows if window.uid == uid))
+        window = Window(snapshot, uid, why, self._clock(), gentle=gentle, death=max(deaths) + 1 if kill else 0)
         self.windows.append(window)
         return window
 

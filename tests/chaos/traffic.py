@@ -18,7 +18,7 @@ import aiohttp
 
 from tests.chaos.blame import LINGER_S, Blame
 from tests.load import KINDS, Load
-from tests.node.snapshot import TOKENS, Snapshot, answer, restarts
+from tests.node.snapshot import TOKENS, Snapshot, answer
 from tests.nodeview import NodeView
 from tests.observer import Observer
 from tests.system import PROMPT, System, condition
@@ -170,7 +170,7 @@ class Subject(Snapshot):
             if "deletionTimestamp" in pod["metadata"] and "deletionTimestamp" not in before.get("metadata", {}):
                 self.blame.strike(self.name, uid, "ended gracefully", gentle=True)
             # Not that it is not ready any more: a kubelet that has started calls every pod so for a moment, and goes on without a look at it.
-            self.blame.died(uid, _deaths(pod))
+            self.blame.died(uid, _deaths(_engine(pod)))
             if (state := _state(pod)) != (_state(before) if before else ""):
                 self.traffic.history.append((now, self.name, f"{pod['metadata']['name']} ({_address(pod)}) {state}"))
             self._pods[uid] = pod, now
@@ -284,36 +284,30 @@ class Subject(Snapshot):
                 self.traffic.failures += [Failure(self.name, o.kind, o.began, o.ended, error) for o, error in failed]
 
 
-def _restarts(pod: Object) -> int:
-    return restarts(pod) if pod.get("status", {}).get("containerStatuses") else 0
-
-
 def _address(pod: Object) -> str:
     """Where its engine listens or is to listen, as in kube-proxy's rules."""
     return f"{pod.get('status', {}).get('podIP')}:{pod['metadata'].get('annotations', {}).get(c.ANNOTATION_PORT)}"
 
 
-def _deaths(pod: Object) -> int:
-    """How often the engine's container has ended, as far as the API tells."""
-    found = 0
-    for status in pod.get("status", {}).get("containerStatuses") or []:
-        if status["name"] == c.CONTAINER:
-            state = status.get("state", {})
-            ended = "terminated" in state or ("waiting" in state and "terminated" in status.get("lastState", {}))
-            found = int(status["restartCount"]) + ended
-    return found
-
-
-def _runs(pod: Object) -> bool:
-    """Whether the API calls the engine's container running."""
+def _engine(pod: Object) -> Object:
+    """What the API tells of the engine's container; nothing before the kubelet has told of it."""
     statuses = pod.get("status", {}).get("containerStatuses") or []
-    return any(status["name"] == c.CONTAINER and "running" in status.get("state", {}) for status in statuses)
+    return next((status for status in statuses if status["name"] == c.CONTAINER), {})
+
+
+def _deaths(engine: Object) -> int:
+    """How often the container has ended, as far as the API tells."""
+    state = engine.get("state", {})
+    ended = "terminated" in state or ("waiting" in state and "terminated" in engine.get("lastState", {}))
+    return int(engine.get("restartCount", 0)) + ended
 
 
 def _state(pod: Object) -> str:
     """What a request's fate depends on, in words."""
-    words = ["ready" if condition(pod, "Ready") == "True" else "not ready", "running" if _runs(pod) else "not running"]
-    if count := _restarts(pod):
+    engine = _engine(pod)
+    words = ["ready" if condition(pod, "Ready") == "True" else "not ready"]
+    words.append("running" if "running" in engine.get("state", {}) else "not running")
+    if count := engine.get("restartCount"):
         words.append(f"{count} restarts")
     if "deletionTimestamp" in pod["metadata"]:
         words.append("being deleted")

@@ -273,10 +273,10 @@ def next_step(v: View) -> Step:
     lost = _lost_restore(v)
     if lost is not None:
         return lost
+    if undecided(v):
+        return Answer(start=choose(v))
     start = v.files.start
     if start is None and v.files.serving is None and v.files.ready is None:
-        if undecided(v):
-            return Answer(start=choose(v))
         return _fail_order(v, Reason.SOURCE_RELEASED, "started without the agent, so without a barrier") or Wait(why="unattended")
     if start is not None and start.mode == "refuse":
         return Wait(why="refused")
